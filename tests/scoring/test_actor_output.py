@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_mt.objectives import MultiTurnLoss, row_values
 from torchrl_mt.scoring.log_probs import row_log_probs
-from torchrl_mt.scoring.output_head import _WHOLE_ONLY, OutputStates, output_states
+from torchrl_mt.scoring.output_head import WHOLE_ONLY, OutputStates, output_states
 
 INPUTS = {
     "input_ids": torch.arange(3, 21).view(3, 6),
@@ -212,7 +212,7 @@ def test_a_model_that_fails_without_all_logits_is_run_whole_from_then_on(call):
     model = Toy(CALLS[call])
     output_states(model, INPUTS)
     assert model.calls == 2
-    assert model in _WHOLE_ONLY
+    assert model in WHOLE_ONLY
     output_states(model, INPUTS)
     assert model.calls == 3
     assert not model.lm_head._forward_hooks
@@ -236,7 +236,7 @@ def test_a_failure_of_the_models_own_is_raised_and_not_remembered(calls):
     with pytest.raises(KeyError, match="its own"):
         output_states(model, INPUTS)
     assert model.calls == calls
-    assert model not in _WHOLE_ONLY
+    assert model not in WHOLE_ONLY
 
 
 def test_the_loss_refuses_them_too(model, rows):

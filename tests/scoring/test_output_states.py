@@ -68,7 +68,7 @@ def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale)
     expected = model(**INPUTS).logits.double()
     tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
-    assert model not in module._WHOLE_ONLY
+    assert model not in module.WHOLE_ONLY
 
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
@@ -229,7 +229,7 @@ def test_a_wrapper_is_looked_through_and_called(rows, family):
     states = output_states(wrapper, INPUTS)
     assert isinstance(states, OutputStates)
     assert states.scale == output_states(model, INPUTS).scale
-    assert wrapper not in module._WHOLE_ONLY
+    assert wrapper not in module.WHOLE_ONLY
     assert [call["use_cache"] for call in wrapper.calls] == [False]
     batch = rows()
     args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))

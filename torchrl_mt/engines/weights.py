@@ -11,12 +11,14 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_mt._hosts.peft import base_of, has_adapter_layers
 from torchrl_mt.engines.adapters import merged_weights, peft_model
+from torchrl_mt.ranks import is_dtensor, is_sharded
 
-__all__ = ["copy_weights", "fitting_weights", "hand_on"]
+__all__ = ["check_whole", "copy_weights", "fitting_weights", "hand_on"]
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
@@ -25,9 +27,9 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
     """Get the tensors of ``source`` by their names in ``model``'s state dict.
 
     Args:
-        source: a model or a TorchRL wrapper around one, a state dict, or parameters in a TensorDict, of
-            any dtype and on any device. The adapters of a PEFT model are merged into its weights, unless
-            ``model`` has adapters itself.
+        source: a model, a TorchRL wrapper or ``DistributedDataParallel`` around one, a state dict, or
+            parameters in a TensorDict, of any dtype and on any device. The adapters of a PEFT model are
+            merged into its weights, unless ``model`` has adapters itself.
         model: the model that will load them.
 
     Returns:
@@ -36,13 +38,17 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
     Raises:
         TypeError: if ``source`` is none of these.
         ValueError: if names or shapes do not match those of ``model``, weights that it shares between
-            layers differ, or adapters cannot be merged.
+            layers differ, adapters cannot be merged, or the weights are divided
+            among ranks.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> sorted(fitting_weights(model.state_dict(), model))
         ['bias', 'weight']
     """
+    if isinstance(source, DistributedDataParallel):
+        source = source.module
+    _check_gathered(source)
     own = model.state_dict()
     adapted = peft_model(source)
     if isinstance(source, LLMWrapperBase):
@@ -119,6 +125,33 @@ def _adapter_advice(given: Iterable[str]) -> str:
     if any(".base_layer." in name or ".lora_A." in name for name in given):
         return ": for an engine of the base model, give the PEFT model itself, not its state dict"
     return ""
+
+
+def _check_gathered(source: Weights) -> None:
+    """Refuse weights of which each rank has a part."""
+    if isinstance(source, nn.Module):
+        divided = is_sharded(source)
+    elif isinstance(source, TensorDictBase):
+        divided = any(map(is_dtensor, source.values(True, True)))
+    else:
+        divided = isinstance(source, Mapping) and any(map(is_dtensor, source.values()))
+    if divided:
+        raise ValueError(
+            "source must have whole weights, but they are divided among ranks (DTensor): gather them on "
+            "all ranks, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict, and give the result on "
+            "rank 0, which alone gets it."
+        )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model to sample from that is divided among ranks, who would wait for each other."""
+    if is_sharded(model):
+        raise ValueError(
+            f"model must be whole, but {type(model).__name__} is divided among ranks (fully_shard): "
+            "each token would need all of them. Make the engine of a copy, before fully_shard, and give "
+            "update_weights the full state dict after each step."
+        )
 
 
 def _prefix_advice(given: Iterable[str], own: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 from torchrl_mt.objectives.rewards.text import TextReward
+from torchrl_mt.objectives.splitting import micro_batches, split_rows
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
@@ -24,6 +25,8 @@ __all__ = [
     "RewardMix",
     "TextReward",
     "ValueModel",
+    "micro_batches",
     "row_log_probs",
     "row_values",
+    "split_rows",
 ]

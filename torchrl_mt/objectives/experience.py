@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from torchrl_mt.checks import (
     check_choice,
@@ -43,17 +43,20 @@ from torchrl_mt.objectives.kl import (
 from torchrl_mt.objectives.metrics import (
     episodes_per_group,
     groups_without_spread,
+    merge_summaries,
     sampled_tokens,
     summary,
 )
 from torchrl_mt.objectives.process import Process, find_process, process_rows
 from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
+from torchrl_mt.objectives.rows.all_ranks import AllRanks
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
 from torchrl_mt.objectives.rows.sources import rows_of
 from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
+from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
@@ -168,12 +171,17 @@ class ExperienceMaker(TensorDictModuleBase):
         temperature: The sampling temperature. Rows with another ``("sampling", "temperature")``
             ``[N]`` are refused.
         passes: How rows are cut into forward passes of all models.
+        process_group: The rows are those of this rank, perhaps none, and all ranks call together:
+            advantages, whitening, filters, metrics, ``reward_transform`` and the KL controller see the
+            rows of all ranks, as in one process. Models and reward sources still get this rank's alone.
+            Functions of rows get all ranks' tensors, without images and Python objects. An episode's
+            rows must be on one rank. Not with ``process``.
         **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
         TypeError: If ``actor`` or ``ref`` is no language model, a reward source has the wrong type, or
-            both ``passes`` and keywords are given.
+            both ``passes`` and keywords are given, or ``process_group`` is none.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -230,6 +238,7 @@ class ExperienceMaker(TensorDictModuleBase):
         with_entropy: bool = False,
         temperature: float = 1.0,
         passes: Passes | None = None,
+        process_group: distributed.ProcessGroup | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
@@ -267,6 +276,14 @@ class ExperienceMaker(TensorDictModuleBase):
         self.ref = ref
         self.critic = critic
         self.process = find_process(process)
+        check_process_group(process_group)
+        if self.process and process_group is not None:
+            raise ValueError(
+                "process and process_group cannot both be given: a function from rows to rows sees the "
+                "rows of its own rank alone. Use reward_transform, filters or an advantage of your own, "
+                "which see those of all ranks, or process the rows before they are divided."
+            )
+        self.process_group = process_group
         self.own_reward = reward is None and reward_transform is None and not self.process
         self.reward = RewardMix(
             OWN if reward is None else reward, transform=reward_transform, passes=self.passes
@@ -347,7 +364,8 @@ class ExperienceMaker(TensorDictModuleBase):
         """Write the outputs into the rows.
 
         Args:
-            tensordict: Rows ``[N]`` of whole groups: statistics are taken over these rows.
+            tensordict: Rows ``[N]`` of whole groups: statistics are taken over these rows, and over
+                those of the other ranks of ``process_group``.
 
         Returns:
             The same rows, completed; with ``process`` new ones, those that it left.
@@ -361,26 +379,32 @@ class ExperienceMaker(TensorDictModuleBase):
                 rows are locked or an output's place is taken. The rows are then unchanged.
                 Likewise if a function of ``process`` does what it may not.
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
+            RuntimeError: If this happens on another rank of ``process_group``.
         """
-        batch = read_batch(tensordict, self.tensor_keys)
-        key = batch.keys.sampling_temperature
-        check_temperature(tensordict, key, self.temperature, batch.counted.any(-1))
-        if not self.process:
-            check_writable(tensordict, self.out_keys)
+        group = self.process_group
+        ranks = None if group is None else AllRanks.of(lambda: self._read(tensordict), group)
+        batch = self._read(tensordict) if ranks is None else ranks.mine
+        whole = batch if ranks is None else ranks.batch
         with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
-            reward, metrics = self._rewards(batch)
+            self._check(whole)
+            reward, metrics = self._rewards_of_all(batch)
             weight = None
             if self.process:
                 assert reward is not None
                 left = process_rows(self.process, batch, reward)
-                batch = read_batch(left.rows, self.tensor_keys)
+                batch = whole = read_batch(left.rows, self.tensor_keys)
                 reward = torch.where(batch.counted, left.reward, 0.0)
                 weight, metrics = left.weight, metrics | left.metrics
-            out, found = self._outputs(batch, reward, weight)
+            if ranks is None:
+                scores = self._scores(batch, reward)
+            else:
+                scores = ranks.gather(lambda: self._scores(batch, reward))
+            out, found = self._outputs(whole, scores, weight)
             for name, value in out.items():
-                batch.rows.set(getattr(self.tensor_keys, name), value)
+                own = value if ranks is None else ranks.own(value)
+                batch.rows.set(getattr(self.tensor_keys, name), own)
             if "kl" in out:
-                update_kl_coefficient(self.kl_coef, out["kl"], batch.scored)
+                update_kl_coefficient(self.kl_coef, out["kl"], whole.scored)
         self.metrics = metrics | found
         return batch.rows
 
@@ -418,13 +442,40 @@ class ExperienceMaker(TensorDictModuleBase):
         parts = rows.split(micro_batch_size or len(rows))
         return [Experience.from_rows(part, self.tensor_keys) for part in parts]
 
-    def _rewards(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
-        """Ask the reward sources, after checks that cost less; ``None`` for the rows' own returns."""
+    def _read(self, rows: TensorDictBase) -> RowBatch:
+        """Read and check the rows of this process."""
+        batch = read_batch(rows, self.tensor_keys, may_lack_tokens=self.process_group is not None)
+        key = batch.keys.sampling_temperature
+        check_temperature(rows, key, self.temperature, batch.counted.any(-1))
+        if not self.process:
+            check_writable(rows, self.out_keys)
+        return batch
+
+    def _check(self, batch: RowBatch) -> None:
+        """Refuse rows that lack what the advantage and the filters compare."""
         self.credit.check(batch)
         if self.reads_entropy:
             batch.read("entropy")
         if self.reads_group:
             batch.group()
+
+    def _rewards_of_all(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
+        """Reward the rows of this process; the metrics are those of all ranks."""
+        if self.process_group is None:
+            return self._rewards(batch)
+        rewards: list[Tensor | None] = []
+
+        def ask() -> dict[str, float]:
+            reward, metrics = self._rewards(batch)
+            rewards.append(reward)
+            return metrics
+
+        # Before the models: a rank whose reward server fails must not leave the others waiting.
+        every = call_on_all(ask, self.process_group)
+        return rewards[0], merge_summaries(every)
+
+    def _rewards(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
+        """Ask the reward sources, after a check that costs less; ``None`` for the rows' own returns."""
         if self.old_log_probs == "sampler":
             self._sampler_log_probs(batch)
         # The rows' own returns stand for their rewards.
@@ -448,17 +499,9 @@ class ExperienceMaker(TensorDictModuleBase):
         batch.check_log_probs("sampler_log_prob", log_prob)
         return log_prob
 
-    def _outputs(
-        self, batch: RowBatch, reward: Tensor | None, weight: Tensor | None
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Compute the outputs, by key name, and the metrics.
-
-        ``weight`` is that of ``process``, of rows ``[N]`` or tokens ``[N, S]``.
-        """
-        out: dict[str, Tensor] = {}
-        metrics = sampled_tokens(batch)
-        if self.reads_group:
-            metrics |= episodes_per_group(batch)
+    def _scores(self, batch: RowBatch, reward: Tensor | None) -> dict[str, Tensor]:
+        """Score rows with the models: results by key name, with the ``"reward"`` if there is one."""
+        out: dict[str, Tensor] = {} if reward is None else {"reward": reward}
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
             out["sample_log_prob"] = self._sampler_log_probs(batch)
@@ -471,8 +514,6 @@ class ExperienceMaker(TensorDictModuleBase):
                 )
             if entropy is not None:
                 out["entropy"] = batch.finite_float("entropy", entropy, batch.scored, MODEL_FAULT)
-                metrics |= summary("entropy", out["entropy"][batch.scored])
-        kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
         if self.ref is not None:
             ref = self._score_ref(batch)
             out["ref_log_probs"] = batch.finite_float(
@@ -481,15 +522,34 @@ class ExperienceMaker(TensorDictModuleBase):
             # From the models' own values: a 0 written for NaN is no log-probability.
             kl = kl_estimate(old.float(), ref, self.kl_kind)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
-            kl = batch.finite_float("kl", kl, batch.scored, "the policies are too far apart.")
-            out["kl"] = kl
-            coefficient = kl_coefficient(self.kl_coef)
-            metrics |= summary("kl", kl[batch.scored]) | {"kl_coef": coefficient}
-            if coefficient:
-                kl_reward = torch.where(batch.counted, -coefficient * kl, 0.0)
+            out["kl"] = batch.finite_float(
+                "kl", kl, batch.scored, "the policies are too far apart."
+            )
         if self.critic is not None:
             value = self._values(self.critic, batch)
             out["value"] = batch.finite_float("value", value, batch.counted, MODEL_FAULT)
+        return out
+
+    def _outputs(
+        self, batch: RowBatch, scores: Mapping[str, Tensor], weight: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Compute the outputs of scored rows, by key name, and the metrics.
+
+        ``weight`` is that of ``process``, of rows ``[N]`` or tokens ``[N, S]``.
+        """
+        out = dict(scores)
+        metrics = sampled_tokens(batch)
+        if self.reads_group:
+            metrics |= episodes_per_group(batch)
+        if "entropy" in out:
+            metrics |= summary("entropy", out["entropy"][batch.scored])
+        kl_reward = torch.zeros_like(batch.mask, dtype=torch.float32)
+        if "kl" in out:
+            coefficient = kl_coefficient(self.kl_coef)
+            metrics |= summary("kl", out["kl"][batch.scored]) | {"kl_coef": coefficient}
+            if coefficient:
+                kl_reward = torch.where(batch.counted, -coefficient * out["kl"], 0.0)
+        reward = out.pop("reward", None)
         if reward is not None and not self.own_reward:
             # After the models: running statistics must not count a batch whose scoring failed.
             reward = out["shaped_reward"] = self.reward.transformed(

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torchrl.objectives import LossModule
 
 from torchrl_mt._hosts.torchrl import loss_mask_keys
@@ -32,6 +32,7 @@ from torchrl_mt.objectives.functional import (
     correct,
     find_corrections,
     kl_estimate,
+    merge_totals,
     value_loss,
 )
 from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
@@ -56,6 +57,7 @@ from torchrl_mt.objectives.metrics import (
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
+from torchrl_mt.ranks import check_process_group, gather
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
@@ -140,7 +142,8 @@ class MultiTurnLoss(LossModule):
             parameters to false, here and for good. Of Qwen's models it is all of ``visual``, of LLaVA
             ``vision_tower`` without the projector. By default nothing is set.
         passes: How the forward pass is made. Its limits are ignored: each call is one pass, so that
-            all workers make equally many. To bound memory, give shards of the rows (:meth:`total`).
+            all workers make equally many. To bound memory, give it the rows'
+            :func:`~torchrl_mt.objectives.micro_batches`.
         **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
 
     Raises:
@@ -328,12 +331,20 @@ class MultiTurnLoss(LossModule):
         may = [keys.weight, keys.valid, keys.sampling_temperature, *ref, *images]
         return [*may, *loss_mask_keys(self)]
 
-    def total(self, tensordict: TensorDictBase) -> Tensor:
+    def total(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        process_group: distributed.ProcessGroup | None = None,
+    ) -> Tensor:
         """Compute the aggregation's divisor, to pass to ``forward`` with shards of these rows.
 
         Args:
-            tensordict: All rows of one optimizer step. Workers that each have a part merge their totals
-                with :func:`~torchrl_mt.objectives.functional.merge_totals`.
+            tensordict: All rows of one optimizer step; with ``process_group``, those of this rank.
+            process_group: Add up the totals of these ranks (as
+                :func:`~torchrl_mt.objectives.functional.merge_totals` does), each with its own rows or
+                none: ``torch.distributed.group.WORLD``. Every rank must call. DDP and FSDP average
+                gradients over the ranks, so multiply the loss by their number.
 
         Returns:
             Scalar int64; for ``"prompt_mean"`` ``[K, 2]`` int64
@@ -342,7 +353,9 @@ class MultiTurnLoss(LossModule):
         Raises:
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together.
+            TypeError: If ``process_group`` is no process group.
         """
+        check_process_group(process_group)
         keys = self.tensor_keys
         mask = counted_tokens(
             tensordict,
@@ -355,7 +368,10 @@ class MultiTurnLoss(LossModule):
         if self.aggregation == "prompt_mean":
             group = read_entry(tensordict, keys.group, ExperienceKeys.group)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
-        return aggregation_total(mask, self.aggregation, group=group)
+        total = aggregation_total(mask, self.aggregation, group=group)
+        if process_group is None:
+            return total
+        return merge_totals(*gather(total.cpu(), process_group)).to(total.device)
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None

@@ -5,6 +5,9 @@ Rows of rejected episodes, masked tokens and padding never count.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,25 @@ def summary(name: str, values: Tensor) -> dict[str, float]:
     count = values.numel()
     mean, std = torch.stack([values.mean(), values.std(correction=0)]).tolist() if count else (0, 0)
     return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/count": float(count)}
+
+
+def merge_summaries(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge results of :func:`summary` about several sets of values, as of all values together.
+
+    Examples:
+        >>> merge_summaries([summary("x", torch.tensor([1.0])), summary("x", torch.tensor([3.0]))])
+        {'x/mean': 2.0, 'x/std': 1.0, 'x/count': 2.0}
+    """
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(key.rpartition("/")[0] for one in every for key in one):
+        keys = f"{name}/count", f"{name}/mean", f"{name}/std"
+        parts = [tuple(one[key] for key in keys) for one in every if one.get(keys[0])]
+        count = sum(n for n, _, _ in parts)
+        mean = sum(n * x for n, x, _ in parts) / max(1, count)
+        square = sum(n * (std**2 + (x - mean) ** 2) for n, x, std in parts) / max(1, count)
+        values = {"mean": mean, "std": math.sqrt(square), "count": float(count)}
+        out |= {f"{name}/{key}": value for key, value in values.items()}
+    return out
 
 
 def sampled_tokens(batch: RowBatch) -> dict[str, float]:

@@ -88,6 +88,11 @@ class ExperiencePipeline:
                 "source would sample while the policy is trained, with the very weights that are "
                 "trained: make its engine with share_weights=False."
             )
+        if maker.process_group is not None:
+            raise ValueError(
+                "maker must have no process_group: its exchanges with other ranks, in a thread of its "
+                "own, would mix with those of the training. Call maker(rows) between training steps."
+            )
         self.maker = maker
         self._source = source
         self._version = version

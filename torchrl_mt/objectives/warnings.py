@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives.functional import turn_returns
 from torchrl_mt.objectives.rows.batch import RowBatch
+from torchrl_mt.ranks import local
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -119,7 +120,7 @@ class VersionWatch:
 
 
 def some_weights(model: nn.Module) -> Tensor:
-    """Copy some numbers of each trained parameter, ``[K]`` float32 on the CPU."""
-    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    """Copy some numbers of this rank's part of each trained parameter, ``[K]`` float32 on the CPU."""
+    trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
     some = [p.flatten()[:_WEIGHTS].to(trained[0].device, torch.float32) for p in trained]
     return torch.cat(some).cpu() if some else torch.empty(0)

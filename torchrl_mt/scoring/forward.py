@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from torchrl_mt.ranks import reshard
 from torchrl_mt.scoring.rope_lengths import lengths_apart
 
 _LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -52,6 +54,8 @@ def scoring_mode(*models: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+            for model in models:
+                reshard(model)
 
 
 def _lock(model: nn.Module) -> AbstractContextManager[Any]:
@@ -113,6 +117,9 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
             frequencies (:mod:`~torchrl_mt.scoring.rope_lengths`).
     """
     _check_vocabulary(model, inputs["input_ids"])
+    if isinstance(model, DistributedDataParallel) and not torch.is_grad_enabled():
+        # The wrapper sends buffers to all workers, who need not make as many passes.
+        model = model.module
     parameter = next(model.parameters(), None)
     device = inputs["input_ids"].device if parameter is None else parameter.device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}

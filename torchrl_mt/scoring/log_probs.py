@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
 from torchrl_mt.checks import check_mask, check_positive_finite
+from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states, whole_logits
 from torchrl_mt.scoring.packing import ForwardPass, put_back
 from torchrl_mt.scoring.packing_check import passes_over
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import vision_model
+from torchrl_mt.scoring.sharded_head import scores_inside
 from torchrl_mt.scoring.token_log_probs import log_probs_at
 from torchrl_mt.vision import RowImages
 
@@ -127,9 +129,7 @@ def _score(
     full_logits: bool,
     barred: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
-    find = whole_logits if full_logits else output_states
-    states = find(model, step.inputs, passes.dtype)
-    if isinstance(states, OutputStates):
+    def score(states: OutputStates) -> tuple[Tensor, Tensor | None]:
         hidden = states.hidden.flatten(0, 1)
         return linear_log_probs(
             hidden[step.state.to(hidden.device)],
@@ -143,11 +143,22 @@ def _score(
             dtype=passes.dtype,
             barred=[token for token in barred if token < len(states.weight)],
         )
+
+    if full_logits:
+        found: Any = whole_logits(model, step.inputs, passes.dtype)
+    elif is_sharded(model):
+        found = scores_inside(model, step.inputs, passes.dtype, score)
+    else:
+        found = output_states(model, step.inputs, passes.dtype)
+    if isinstance(found, OutputStates):
+        return score(found)
+    if isinstance(found, tuple):
+        return found
     return log_probs_at(
-        states.flatten(0, 1),
-        step.state.to(states.device),
-        step.target.to(states.device),
+        found.flatten(0, 1),
+        step.state.to(found.device),
+        step.target.to(found.device),
         temperature=temperature,
         with_entropy=with_entropy,
-        barred=[token for token in barred if token < states.shape[-1]],
+        barred=[token for token in barred if token < found.shape[-1]],
     )

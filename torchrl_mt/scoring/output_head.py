@@ -21,7 +21,7 @@ PROBED = 4
 """Positions at which a call's logits are compared."""
 
 # Models whose logits were found to differ: they are always asked for whole logits.
-_WHOLE_ONLY: WeakSet[nn.Module] = WeakSet()
+WHOLE_ONLY: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def output_states(
         ValueError: If the logits have another shape.
         TypeError: If the model returns no logits.
     """
-    layer = None if model in _WHOLE_ONLY else _output_layer(model)
+    layer = None if model in WHOLE_ONLY else _output_layer(model)
     if layer is None:
         return whole_logits(model, inputs, dtype)
     shape = inputs["input_ids"].shape
@@ -92,19 +92,19 @@ def output_states(
     if failed:
         # The model may need all logits; an unrelated error occurs again.
         logits = whole_logits(model, inputs, dtype)
-        _WHOLE_ONLY.add(model)
+        WHOLE_ONLY.add(model)
         return logits
     if not states:
         # The layer was bypassed, as by compiled code: nothing was cut.
-        return _checked(model, _logits(model, output), shape)
-    if len(states) == 1 and not _lost_graph(model, layer, states[0]):
-        logits = _logits(model, output)
-        for scale, softcap in _post_processing(model):
-            if _same(raw[0], scale, softcap, logits):
+        return checked(model, logits_of(model, output), shape)
+    if len(states) == 1 and not lost_graph(model, layer, states[0]):
+        logits = logits_of(model, output)
+        for scale, softcap in post_processing(model):
+            if same(raw[0], scale, softcap, logits):
                 return OutputStates(states[0], layer.weight, layer.bias, scale, softcap)
     # NaN cannot be compared: decide in a later pass.
     if not raw or bool(raw[0].isfinite().all()):
-        _WHOLE_ONLY.add(model)
+        WHOLE_ONLY.add(model)
     return whole_logits(model, inputs, dtype)
 
 
@@ -112,11 +112,12 @@ def whole_logits(
     model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute a language model's logits ``[B, L, V]``; see :func:`output_states`."""
-    logits = _logits(model, run_model(model, inputs, dtype))
-    return _checked(model, logits, inputs["input_ids"].shape)
+    logits = logits_of(model, run_model(model, inputs, dtype))
+    return checked(model, logits, inputs["input_ids"].shape)
 
 
-def _logits(model: nn.Module, output: Any) -> Tensor:
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """Return the logits of a model's output."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -126,7 +127,7 @@ def _logits(model: nn.Module, output: Any) -> Tensor:
     return logits
 
 
-def _checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
+def checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
     """Refuse logits that are not one distribution per token."""
     if logits.ndim != 3 or logits.shape[:2] != shape:
         rows, length = shape
@@ -138,7 +139,7 @@ def _checked(model: nn.Module, logits: Tensor, shape: torch.Size) -> Tensor:
     return logits
 
 
-def _lost_graph(model: nn.Module, layer: nn.Linear, states: Tensor) -> bool:
+def lost_graph(model: nn.Module, layer: nn.Linear, states: Tensor) -> bool:
     """Whether states of trained layers have no graph, as under a reentrant checkpoint."""
     if states.requires_grad or not torch.is_grad_enabled():
         return False
@@ -161,7 +162,7 @@ def _output_layer(model: nn.Module) -> nn.Linear | None:
     return None if special else layer
 
 
-def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
+def post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
     """List candidate (scale, softcap) pairs from a transformers configuration, likeliest first."""
     config = text_config(model)
     factor = getattr(config, "logit_scale", None) or 1.0
@@ -176,7 +177,7 @@ def _post_processing(model: nn.Module) -> list[tuple[float, float | None]]:
 
 
 @torch.no_grad()
-def _same(raw: Tensor, scale: float, softcap: float | None, logits: Tensor) -> bool:
+def same(raw: Tensor, scale: float, softcap: float | None, logits: Tensor) -> bool:
     """Whether scale and soft cap turn the layer's output into the logits."""
     if raw.shape != logits.shape:
         return False

@@ -7,7 +7,7 @@ token is predicted by the state of the attended token before it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,7 @@ def forward_passes(
     *,
     with_lengths: bool = False,
     vision: RowVision | None = None,
+    number: Callable[[int], int] | None = None,
 ) -> Iterator[ForwardPass]:
     """Cut rows into forward passes.
 
@@ -131,6 +132,8 @@ def forward_passes(
         vision: What a vision-language model takes beside tokens: each pass gets its rows' images, and
             positions ``[3, B, L]``, or ``[4, B, L]`` with the text's in front when packed. Such models
             find the rows' lengths in these, and lengths would reach the vision tower.
+        number: Called before the first pass with the number of passes; returns how many to make, as
+            many or more. Further passes have no rows.
 
     Yields:
         The passes, on the device of ``tokens``. At least one, even without tokens: a worker without
@@ -147,6 +150,7 @@ def forward_passes(
     """
     packed, with_lengths = passes.packed, passes.packed and with_lengths
     most_rows, most_tokens = passes.micro_batch_size, passes.micro_batch_tokens
+    empty = tokens[:0], attention_mask[:0], mask[:0]
     if not tokens.numel():
         # One unattended token: the model runs, and every parameter gets a gradient.
         tokens = tokens.new_zeros(1, 1)
@@ -161,12 +165,16 @@ def forward_passes(
         most = most_rows if with_lengths else None
         lines = packs(lengths, min(longest, most_tokens or total), most) or [[0]]
         fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
-    for part in micro_batches(fill, 1 if with_lengths else most_rows, most_tokens):
+    parts = micro_batches(fill, 1 if with_lengths else most_rows, most_tokens)
+    more = 0 if number is None else number(len(parts)) - len(parts)
+    for part in parts:
         group = [lines[i] for i in part.tolist()]
         step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed, vision)
         if with_lengths and vision is None:
             step.inputs.update(_lengths(lengths[group[0]], tokens.device))
         yield step
+    for _ in range(more):
+        yield from forward_passes(*empty, passes, with_lengths=with_lengths, vision=vision)
 
 
 def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_mt._hosts.transformers import attention_implementation
+from torchrl_mt.ranks import is_sharded, most
 from torchrl_mt.scoring.forward import (
     accepts,
     hooked,
@@ -27,6 +29,7 @@ from torchrl_mt.scoring.forward import (
 from torchrl_mt.scoring.packing import ForwardPass, check_rows, forward_passes
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import RowVision, check_sampled, vision_model
+from torchrl_mt.scoring.spare_image import SpareImage
 from torchrl_mt.vision import RowImages
 
 LENGTHS = (12, 4, 4, 4)
@@ -51,6 +54,9 @@ def passes_over(
 ) -> Iterator[ForwardPass]:
     """Check rows, and cut them into forward passes of a model.
 
+    The ranks of a sharded model make equally many: a rank with fewer adds passes without rows,
+    and those without images get a spare one (:mod:`~torchrl_mt.scoring.spare_image`).
+
     Raises:
         ValueError: If shapes differ, a sampled token is padding, a row's placeholders do not fit its
             images, or the model does not support packing.
@@ -64,9 +70,21 @@ def passes_over(
     if passes.packed:
         check_packing(model, tokens[attention_mask], passes.dtype)
     with_lengths = passes.packed and takes_lengths(model)
-    yield from forward_passes(
-        tokens, attention_mask, mask, passes, with_lengths=with_lengths, vision=vision
-    )
+    # Without limits all rows are one pass.
+    limited = passes.micro_batch_size is not None or passes.micro_batch_tokens is not None
+    number = partial(most, model=model) if limited and is_sharded(model) else None
+    spare = SpareImage.of(model)
+    for step in forward_passes(
+        tokens,
+        attention_mask,
+        mask,
+        passes,
+        with_lengths=with_lengths,
+        vision=vision,
+        number=number,
+    ):
+        has_images = any(name.startswith("pixel_values") for name in step.inputs)
+        yield step if spare is None or has_images else spare.added_to(step)
 
 
 def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> None:

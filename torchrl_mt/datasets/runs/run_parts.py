@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchrl_mt.ranks import is_dtensor, is_sharded
+
 __all__ = [
     "Kind",
     "check_state",
@@ -57,6 +59,7 @@ def _kind_of(name: str, part: Any) -> Kind:
     if has("dumps", "loads") and not isinstance(part, TensorDictBase):
         return "folder"
     if has("state_dict", "load_state_dict"):
+        _check_whole(name, part)
         return "state"
     if isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
         return "generator"
@@ -68,6 +71,19 @@ def _kind_of(name: str, part: Any) -> Kind:
         f"part {name!r} must have state_dict and load_state_dict, or dumps and loads, or be an engine, "
         f"a random generator, a dict or a list, got {type(part).__name__}: put numbers into a dict."
     )
+
+
+def _check_whole(name: str, part: Any) -> None:
+    """Refuse a model or an optimizer of which this rank has a part only."""
+    divided = isinstance(part, nn.Module) and is_sharded(part)
+    if isinstance(part, Optimizer):
+        divided = any(is_dtensor(p) for group in part.param_groups for p in group["params"])
+    if divided:
+        raise TypeError(
+            f"part {name!r} is divided among ranks (fully_shard), of which each has some of it: give "
+            "whole state dicts instead, which get_state_dict of torch.distributed.checkpoint.state_dict "
+            "gathers with StateDictOptions(full_state_dict=True, cpu_offload=True), and save on rank 0."
+        )
 
 
 def state_of(part: Any) -> Any:

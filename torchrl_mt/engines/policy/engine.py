@@ -32,7 +32,7 @@ from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import TruncationWarning, altering_arguments, sampling_of
 from torchrl_mt.engines.stop_strings import checked_stop, watch
-from torchrl_mt.engines.weights import copy_weights, fitting_weights, hand_on
+from torchrl_mt.engines.weights import check_whole, copy_weights, fitting_weights, hand_on
 from torchrl_mt.processes import StaysInProcess
 
 __all__ = ["PolicyEngine", "as_engine"]
@@ -147,6 +147,8 @@ class PolicyEngine(StaysInProcess):
         self.max_new_tokens = max_new_tokens
         if model is None and isinstance(getattr(policy, "model", None), nn.Module):
             model = policy.model  # type: ignore[attr-defined]
+        if model is not None:
+            check_whole(model)
         # The view has its own train/eval mode and config: the model may be trained in between.
         view = None if model is None else view_of(model).eval()
         self._model = view

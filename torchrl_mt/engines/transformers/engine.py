@@ -32,7 +32,7 @@ from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.generation import Generation
 from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, fitting_processor
-from torchrl_mt.engines.weights import copy_weights, fitting_weights
+from torchrl_mt.engines.weights import check_whole, copy_weights, fitting_weights
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import call_in_thread
 from torchrl_mt.vision import VisionModel
@@ -88,8 +88,9 @@ class TransformersEngine(StaysInProcess):
     Raises:
         TypeError: if ``model`` is not a transformers model, or ``processor`` is of no supported family.
         ValueError: if no stop token is known, a size is not positive, a sampling parameter is out of
-            range, ``processor`` does not belong to model and tokenizer, or the model caches anything but
-            keys and values of every token (recurrent models do).
+            range, ``processor`` does not belong to model and tokenizer, the model is divided among ranks
+            (``fully_shard``), or it caches anything but keys and values of every token (recurrent models
+            do).
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP
@@ -121,6 +122,7 @@ class TransformersEngine(StaysInProcess):
                 "model must be a PEFT model or a transformers PreTrainedModel, got "
                 f"{type(model).__name__}."
             )
+        check_whole(model)
         require_positive(
             max_new_tokens=max_new_tokens,
             max_batch_tokens=max_batch_tokens,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry
+from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.forward import run_model, scoring_mode
 from torchrl_mt.scoring.packing import micro_batches
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -80,10 +81,16 @@ class ModelReward(nn.Module):
             ``[n]`` float32.
 
         Raises:
-            ValueError: If the model returns scores of another shape, or a row's image tokens do not fit
-                its images.
+            ValueError: If the model returns scores of another shape or is divided among ranks
+                (``fully_shard``), or a row's image tokens do not fit its images.
             TypeError: If rows show images and the model takes none.
         """
+        if is_sharded(self.model):
+            raise ValueError(
+                f"reward model {self.name!r} must be whole on each rank, but fully_shard divided it: "
+                "ranks ask it about different numbers of rows. Leave it whole, or serve it "
+                "(RemoteReward)."
+            )
         tokens = read_entry(rows, ExperienceKeys.action)
         attention_mask = read_entry(rows, ExperienceKeys.attention_mask)
 

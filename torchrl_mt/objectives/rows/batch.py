@@ -36,7 +36,7 @@ class RowBatch:
     attention_mask: Tensor
     """``[N, S]`` bool, false on padding."""
     mask: Tensor
-    """``[N, S]`` bool, true on sampled tokens; at least one is."""
+    """``[N, S]`` bool, true on sampled tokens; at least one is, if not ``may_lack_tokens``."""
     turns: Tensor
     """``[N, S]`` int64 turn id of each token."""
     episode: Tensor
@@ -173,11 +173,13 @@ class RowBatch:
         ]
 
 
-def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
+def read_batch(
+    rows: TensorDictBase, keys: ExperienceKeys, *, may_lack_tokens: bool = False
+) -> RowBatch:
     """Read and check rows ``[N]``.
 
     Refused are a missing entry, shapes that differ, masks or ids of a wrong type, duplicate rows or
-    turns, sampled padding, and rows without any sampled token.
+    turns, sampled padding, and rows without any sampled token unless they ``may_lack_tokens``.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     entries = [_read(rows, keys, name) for name in names]
@@ -193,10 +195,11 @@ def read_batch(rows: TensorDictBase, keys: ExperienceKeys) -> RowBatch:
         check_like(getattr(keys, name), entry, keys.action, tokens.shape)
     check_mask(str(keys.attention_mask), attention_mask, tokens.shape)
     check_mask(str(keys.assistant_mask), mask, tokens.shape)
-    if not bool(mask.any()):
+    if not may_lack_tokens and not bool(mask.any()):
         raise ValueError(
             f"{keys.assistant_mask!r} is false everywhere: no token of these {len(rows)} rows was "
-            "sampled by the policy, so there is nothing to learn from."
+            "sampled by the policy, so there is nothing to learn from. One of several ranks may have no "
+            "such rows, with ExperienceMaker(process_group=...)."
         )
     padding = (mask & ~attention_mask).nonzero()
     if len(padding):

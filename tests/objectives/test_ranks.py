@@ -1,0 +1,406 @@
+"""Several ranks, with uneven rows or none, learn what one process learns from all rows."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torchrl.data import AdaptiveKLController
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
+
+from tests.objectives.conftest import make_model, make_rows
+from tests.rank_processes import needs_gloo, play, take_part
+from torchrl_mt.objectives import (
+    ExperienceMaker,
+    MultiTurnLoss,
+    RewardError,
+    ValueModel,
+    micro_batches,
+)
+from torchrl_mt.objectives.functional import RewardNormalizer
+from torchrl_mt.ranks import is_dtensor
+from torchrl_mt.scoring import output_head
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
+ADVANTAGES = ("turn", "grpo", "rloo", "batch", "reinforce++", "gae", "turn_gae", "bilevel_gae")
+SPLITS = ("uneven", "rank without rows")
+CLOSE = 2e-6
+"""Relative to the norm: losses are float32, and ranks add up in another order than one process."""
+
+
+# ---- the ranks ------------------------------------------------------------------------------------
+
+
+def sharded(model):
+    for layer in getattr(model, "backbone", model.base_model).layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def make_critic():
+    torch.manual_seed(3)
+    critic = ValueModel.from_model(make_model(2))
+    torch.nn.init.normal_(critic.head.weight)
+    return critic
+
+
+def parts_of(rows, split):
+    """The rows of each of two ranks, as narrow as they can be."""
+    parts = [rows[:5], rows[5:]] if split == "uneven" else [rows, rows[:0]]
+    return [narrow(part) for part in parts]
+
+
+def narrow(rows):
+    attended = rows["masks", "all_attention_mask"]
+    width = int(attended.any(0).nonzero().max()) + 1 if len(rows) else 1
+    return rows.apply(lambda x: x[:, :width] if x.ndim > 1 else x)
+
+
+def completed_rows():
+    rows = make_rows(n=8, s=14)
+    generator = torch.Generator().manual_seed(5)
+    mask = rows["masks", "all_assistant_mask"]
+    noise = torch.randn(*mask.shape, generator=generator)
+    rows["log_probs", "old"] = rows["log_probs", "full"]
+    rows["log_probs", "ref"] = torch.where(mask, rows["log_probs", "full"] - noise.abs(), 0.0)
+    rows["advantage"] = torch.where(mask, noise, 0.0)[..., None]
+    rows["returns"] = torch.where(mask, noise + 1, 0.0)
+    rows["group"] = torch.tensor([0, 0, 0, 1, 1, 1, 0, 2])
+    return rows
+
+
+def objective_of(losses):
+    return sum(value for key, value in losses.items() if key.startswith("loss_"))
+
+
+def gradients(*models):
+    named = [p for model in models for p in model.parameters()]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in named]
+    return torch.cat([(g.full_tensor() if is_dtensor(g) else g).flatten() for g in grads])
+
+
+def distance(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+def gradient_errors(rank):
+    """The distance of the ranks' gradient from one process's, for each kind of loss and ranks."""
+    world, rows, found = distributed.group.WORLD, completed_rows(), {}
+    models = {"one": (make_model(), make_critic())}
+    models["ddp"] = tuple(map(DistributedDataParallel, (make_model(), make_critic())))
+    models["fsdp"] = tuple(map(sharded, (make_model(), make_critic())))
+    for kind, packed in itertools.product(AGGREGATIONS, (False, True)):
+        options = {"aggregation": kind, "kl_coef": 0.1, "entropy_coef": 0.1, "packed": packed}
+
+        def gradient(name, run, options=options):
+            actor, critic = models[name]
+            loss = MultiTurnLoss(actor, critic=critic, **options)
+            loss.zero_grad()
+            run(loss)
+            return gradients(actor, critic)
+
+        expected = gradient("one", lambda loss: objective_of(loss(rows)).backward())
+        assert expected.any()
+        for name, split in itertools.product(("ddp", "fsdp"), SPLITS):
+            mine = parts_of(rows, split)[rank]
+
+            def run(loss, mine=mine, packed=packed):
+                total = loss.total(mine, process_group=world)
+                for part in micro_batches(
+                    mine, micro_batch_tokens=30, packed=packed, process_group=world
+                ):
+                    (2 * objective_of(loss(part, total=total))).backward()
+
+            found[name, split, kind, packed] = distance(gradient(name, run), expected)
+    return found
+
+
+def last_token_reward(rows):
+    return rows["tokens", "full"].sum(-1) % 5
+
+
+def less_mean(rows):
+    mask = rows["masks", "all_assistant_mask"]
+    return rows["returns"] - rows["returns"].sum() / mask.sum()
+
+
+MAKERS = {
+    **{kind: {"advantage": kind, "whiten": kind in ("grpo", "gae")} for kind in ADVANTAGES},
+    "filters": {"advantage": "grpo", "filters": ["clip_filter", "top_entropy"]},
+    "normalised": {
+        "advantage": "batch",
+        "reward": [("episode", 0.5), (last_token_reward, 1.0)],
+        "reward_transform": RewardNormalizer(),
+    },
+    "own function": {"advantage": less_mean},
+    "under DDP": {"advantage": "grpo"},
+    "without passes": {
+        "advantage": "grpo",
+        "old_log_probs": "sampler",
+        "ref": None,
+        "critic": None,
+    },
+}
+
+
+def experience_errors(rank):
+    """The largest difference of the ranks' experience from one process's, for each maker."""
+    found = {}
+    plain = {"actor": make_model(), "ref": make_model(1), "critic": make_critic()}
+    divided = {name: sharded(copy.deepcopy(model)) for name, model in plain.items()}
+    parallel = {name: DistributedDataParallel(model) for name, model in plain.items()}
+    for (name, options), split, packed in itertools.product(MAKERS.items(), SPLITS, (False, True)):
+        rows = make_rows(n=9, s=14)
+        rows["group"] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1])
+        maker = partial(make, name, options, packed)
+        one = maker(plain)
+        expected = one(rows.clone())
+        mine = parts_of(rows, split)[rank]
+        models = parallel if name == "under DDP" else divided
+        own = maker(models, process_group=distributed.group.WORLD)
+        own(mine)
+        expected = expected[:5] if split == "uneven" and rank == 0 else expected
+        expected = expected[5:] if split == "uneven" and rank == 1 else expected
+        expected = expected[:0] if split != "uneven" and rank == 1 else expected
+        errors = [0.0]
+        for key in one.out_keys:
+            width = mine["tokens", "full"].shape[1]
+            assert mine[key].shape == expected[key][:, :width].shape
+            if mine[key].numel():
+                errors.append(float((mine[key] - expected[key][:, :width]).abs().max()))
+        assert own.metrics.keys() == one.metrics.keys()
+        errors += [
+            abs(value - one.metrics[key]) / max(1.0, abs(value))
+            for key, value in own.metrics.items()
+        ]
+        if isinstance(one.kl_coef, AdaptiveKLController):
+            assert one.kl_coef.coef != 0.1
+            errors.append(abs(float(one.kl_coef.coef) - float(own.kl_coef.coef)))
+        sharded_still = all(map(is_dtensor, divided["actor"].parameters()))
+        found[name, split, packed] = max(errors) if sharded_still else float("inf")
+    return found
+
+
+def make(name, options, packed, models, process_group=None):
+    models = dict(models)
+    options = {
+        "old_log_probs": "actor",
+        "with_entropy": True,
+        "kl_coef": AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10),
+        "micro_batch_size": 1,
+        "packed": packed,
+        **models,
+        **copy.deepcopy(options),
+    }
+    if options["ref"] is None:
+        options |= {"kl_coef": 0.0, "with_entropy": False}
+    return ExperienceMaker(process_group=process_group, **options)
+
+
+def whole(model):
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def own_head(model):
+    fully_shard(model.lm_head)
+    return sharded(model)
+
+
+def make_gemma():
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
+    config = Gemma2Config(vocab_size=24, initializer_range=0.5, **sizes, **heads)
+    return Gemma2ForCausalLM(config).eval()
+
+
+class Doubled(Qwen2ForCausalLM):
+    """Changes its logits by a factor that its configuration does not have."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+
+def hybrid(model):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+HEADS = {
+    "root alone": (make_model, fully_shard, False),
+    "root and layers": (make_model, sharded, False),
+    "resharded after forward": (make_model, whole, False),
+    "hybrid": (make_model, hybrid, False),
+    "tied": (partial(make_model, tie_word_embeddings=True), sharded, False),
+    "soft-capped": (make_gemma, sharded, False),
+    "head divided by itself": (make_model, own_head, True),
+    "unknown factor": (lambda: Doubled(make_model().config).eval(), sharded, True),
+}
+"""Models, how they are divided, and whether they need whole logits."""
+
+
+def head_errors(rank):
+    """The distance of the gradient over two steps, and passes with whole logits on this rank."""
+    rows, found, passes = completed_rows(), {}, []
+    whole_logits = output_head.whole_logits
+
+    def counted(*args):
+        passes.append(args)
+        return whole_logits(*args)
+
+    for name, (build, divide, _) in HEADS.items():
+        torch.manual_seed(7)
+        plain = build()
+        divided = divide(copy.deepcopy(plain))
+        mine = parts_of(rows, "rank without rows")[rank]
+        errors = []
+        passes.clear()
+        for _ in range(2):
+            one = MultiTurnLoss(plain, entropy_coef=0.1)
+            one.zero_grad()
+            objective_of(one(rows)).backward()
+            output_head.whole_logits = counted
+            many = MultiTurnLoss(divided, entropy_coef=0.1)
+            many.zero_grad()
+            total = many.total(mine, process_group=distributed.group.WORLD)
+            (2 * objective_of(many(mine, total=total))).backward()
+            output_head.whole_logits = whole_logits
+            for model in (plain, divided):
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            errors.append(distance(gradients(divided), gradients(plain)))
+        found[name] = max(errors), len(passes)
+    return found
+
+
+def refusals(rank):
+    """What each kind of bad rows on one rank raises on this one, and whether the rows are left alone."""
+    found = {}
+    model, world = sharded(make_model()), distributed.group.WORLD
+    for name, (bad_rank, spoil, options) in BAD.items():
+        rows = make_rows(n=9, s=14)
+        mine = parts_of(rows, "uneven")[rank]
+        if rank == bad_rank:
+            mine, options = spoil(mine, dict(options))
+        maker = ExperienceMaker(model, advantage="batch", process_group=world, **options)
+        before = mine.clone()
+        try:
+            maker(mine)
+        except Exception as error:
+            one, other = (dict(each.items(True, True)) for each in (mine, before))
+            same = one.keys() == other.keys()
+            same &= all(torch.equal(one[k].nan_to_num(), other[k].nan_to_num()) for k in one)
+            found[name] = type(error).__name__, str(error), same
+    return found
+
+
+def spoil_log_probs(rows, options):
+    rows["log_probs", "full"] = torch.full_like(rows["log_probs", "full"], torch.nan)
+    return rows, options
+
+
+def spoil_reward(rows, options):
+    def fail(rows):
+        raise RewardError("judge", 3, "the server is down")
+
+    return rows, options | {"reward": fail}
+
+
+def spoil_episode(rows, options):
+    rows["episode"] = rows["episode"] * 0
+    rows["turns", "full"] = rows["turns", "full"] + 100 * torch.arange(1, len(rows) + 1)[:, None]
+    return rows, options
+
+
+BAD = {
+    "NaN": (0, spoil_log_probs, {}),
+    "no mask": (0, lambda rows, options: (rows.exclude("masks"), options), {}),
+    "reward": (1, spoil_reward, {"reward": last_token_reward}),
+    "another entry": (1, lambda rows, options: (rows.set("other", rows["group"]), options), {}),
+    "torn": (1, spoil_episode, {}),
+}
+"""Which rank has bad rows, what spoils them, and the maker's options."""
+
+
+def work(rank):
+    return {
+        "gradients": gradient_errors(rank),
+        "experience": experience_errors(rank),
+        "heads": head_errors(rank),
+        "refusals": refusals(rank),
+    }
+
+
+# ---- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return play("tests.objectives.test_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_ranks_make_the_gradient_of_one_process(found, name, split):
+    for of_rank in found:
+        for kind, packed in itertools.product(AGGREGATIONS, (False, True)):
+            assert of_rank["gradients"][name, split, kind, packed] < CLOSE, (kind, packed)
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_sharded_models_make_the_experience_of_one_process(found, name, split):
+    for of_rank in found:
+        for packed in (False, True):
+            assert of_rank["experience"][name, split, packed] < 1e-5
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize("name", HEADS)
+def test_a_divided_output_layer_computes_no_whole_logits(found, name):
+    for of_rank in found:
+        error, passes = of_rank["heads"][name]
+        assert error < CLOSE
+        assert bool(passes) == HEADS[name][-1]
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize(
+    ("name", "said", "elsewhere"),
+    [
+        ("NaN", "ValueError: .*finite", "RuntimeError: rank 0 failed.*finite"),
+        ("no mask", "KeyError: .*masks", "RuntimeError: rank 0 failed.*masks"),
+        ("reward", "RewardError: .*the server is down", "RuntimeError: rank 1 failed.*is down"),
+        ("another entry", "ValueError: .*same entries.*other", "ValueError: .*same entries.*other"),
+        ("torn", "ValueError: .*whole episodes.*0 and 1", "ValueError: .*whole episodes.*0 and 1"),
+    ],
+)
+def test_bad_rows_on_one_rank_stop_all_and_change_nothing(found, name, said, elsewhere):
+    for rank, of_rank in enumerate(found):
+        kind, message, same = of_rank["refusals"][name]
+        expected = said if rank == BAD[name][0] else elsewhere
+        assert re.match(expected, f"{kind}: {message}", re.DOTALL)
+        assert same
+
+
+if __name__ == "__main__":
+    take_part(work)

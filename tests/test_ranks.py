@@ -1,0 +1,140 @@
+"""Models that are divided among ranks: found, gathered, and refused where a whole one is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.objectives.conftest import make_model, make_rows
+from tests.rank_processes import needs_gloo
+from torchrl_mt.datasets import RunCheckpoint
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines.weights import check_whole, fitting_weights
+from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
+from torchrl_mt.objectives.rewards.model import ModelReward
+from torchrl_mt.ranks import is_dtensor, is_sharded, local, most, reshard
+
+pytestmark = needs_gloo
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@pytest.fixture
+def alone():
+    """A group of this process only, as the world."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def test_a_divided_model_is_found_also_while_its_parameters_are_gathered(alone):
+    model = make_model()
+    assert not is_sharded(model)
+    assert not is_sharded(DistributedDataParallel(model))
+    fully_shard(model)
+    assert is_sharded(model)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]))
+    weight = next(model.parameters())
+    assert not is_dtensor(weight)
+    assert is_sharded(model)
+    assert most(3, model) == 3
+    reshard(model)
+    weight = next(model.parameters())
+    assert is_dtensor(weight)
+    assert not is_dtensor(local(weight))
+    assert most(4, model) == 4
+
+
+def test_scoring_leaves_a_model_divided(alone):
+    model = fully_shard(make_model())
+    ExperienceMaker(model, old_log_probs="actor")(make_rows())
+    assert all(map(is_dtensor, model.parameters()))
+
+
+def test_weights_that_are_divided_must_be_gathered(alone):
+    own, model = make_model(), make_model(1)
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert fitting_weights(DistributedDataParallel(model), own).keys() == expected.keys()
+    fully_shard(model)
+    for source in (model, model.state_dict()):
+        with pytest.raises(ValueError, match=r"divided among ranks.*full_state_dict=True"):
+            fitting_weights(source, own)
+    found = fitting_weights(get_model_state_dict(model, options=FULL), own)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name])
+
+
+def test_an_engine_needs_a_whole_model(alone):
+    model = fully_shard(make_model())
+    with pytest.raises(ValueError, match="model must be whole"):
+        TransformersEngine(model, None)
+    with pytest.raises(ValueError, match="model must be whole"):
+        check_whole(model)
+
+
+def test_a_reward_model_must_be_whole(alone):
+    model = fully_shard(nn.Embedding(24, 1))
+    with pytest.raises(ValueError, match="reward model"):
+        ModelReward(model)(make_rows())
+
+
+def test_a_checkpoint_takes_whole_states_of_a_divided_model(alone, tmp_path):
+    def run(seed):
+        torch.manual_seed(seed)
+        model = fully_shard(nn.Linear(2, 3))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = run(0)
+    checkpoint = RunCheckpoint(tmp_path)
+    for part in (model, optimizer):
+        with pytest.raises(TypeError, match="divided among ranks"):
+            checkpoint.save(1, part=part)
+    weights, moments = get_state_dict(model, optimizer, options=FULL)
+    checkpoint.save(1, model=weights, optimizer=moments)
+    again, other = run(1)
+    weights, moments = get_state_dict(again, other, options=FULL)
+    assert RunCheckpoint(tmp_path).restore(model=weights, optimizer=moments) == 1
+    whole = StateDictOptions(full_state_dict=True)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=moments, options=whole)
+    assert torch.equal(again.weight.full_tensor(), model.weight.full_tensor())
+    one, two = (o.state_dict()["state"][0]["exp_avg"].full_tensor() for o in (optimizer, other))
+    assert torch.equal(one, two)
+
+
+def test_a_group_of_one_changes_nothing(alone):
+    rows, model = make_rows, make_model()
+    loss = MultiTurnLoss(model, objective="sft", aggregation="prompt_mean")
+    assert torch.equal(loss.total(rows(), process_group=alone), loss.total(rows()))
+    one = ExperienceMaker(model, advantage="grpo", whiten=True)(rows())
+    other = ExperienceMaker(model, advantage="grpo", whiten=True, process_group=alone)(rows())
+    assert torch.equal(one["advantage"], other["advantage"])
+
+
+@pytest.mark.parametrize("group", [0, "world", [0, 1]])
+def test_what_is_no_group_is_refused(group):
+    rows, model = make_rows, make_model()
+    with pytest.raises(TypeError, match="process_group"):
+        ExperienceMaker(model, process_group=group)
+    with pytest.raises(TypeError, match="process_group"):
+        MultiTurnLoss(model, objective="sft").total(rows(), process_group=group)
+
+
+def test_what_would_see_one_rank_alone_is_refused(alone):
+    model = make_model()
+    with pytest.raises(ValueError, match="process and process_group"):
+        ExperienceMaker(model, process=lambda rows: rows, process_group=alone)
+    with pytest.raises(ValueError, match="maker must have no process_group"):
+        ExperiencePipeline([], ExperienceMaker(model, process_group=alone))
