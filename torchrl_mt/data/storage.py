@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_mt._hosts.ray import sendable
 from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
@@ -363,10 +364,10 @@ class EpisodeStorage(LazyStackStorage):
                 read = self._store.read(selection.plan, selection.read)
                 if selection.mark is not None:
                     selection.mark(read)
-                return pack(read, self.device, batch_size=index.shape)
+                return sendable(pack(read, self.device, batch_size=index.shape))
             rows, shape = self._rows(index)
             data = self._pack(RowPlan(rows), batch_size=shape)
-        return data[0] if shape is None else data
+        return sendable(data[0] if shape is None else data)
 
     def _selected(self, index: Tensor) -> Selection | None:
         """Return the selection that a sampler made for this index tensor, the first time."""
