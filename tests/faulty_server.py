@@ -30,6 +30,8 @@ class FaultyServer(ThreadingHTTPServer):
         self.disconnected = threading.Event()
         self.release = threading.Event()
         self.lock = threading.Lock()
+        self.handling = threading.local()
+        """The handler of each thread's request."""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status and the body of an answer without a fault."""
@@ -68,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send(*self.server.look_up(self.path))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(raw) if raw else {}
+        self.server.handling.handler = self
         with self.server.lock:
             self.server.seen.append(body)
             self.server.headers.append(dict(self.headers))

@@ -12,14 +12,15 @@ import json
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from numbers import Real
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-__all__ = ["HttpClient", "HttpError", "TryAgainError"]
+__all__ = ["AttemptError", "HttpClient", "HttpError", "Target", "TryAgainError"]
 
 _A = TypeVar("_A")
 
@@ -30,6 +31,8 @@ _AWAY = frozenset({502, 503, 504})
 _AWAY_PAUSE = 1.0
 """Seconds between two attempts at such a server, about."""
 _LONGEST_BACKOFF = 60.0
+_ABORT_TIMEOUT = 2.0
+"""Seconds for the request that has a server give another one up."""
 
 
 class HttpError(RuntimeError):
@@ -59,7 +62,7 @@ class TryAgainError(ValueError):
     """Raised by ``parse`` if the server gave no real answer and a retry may get one."""
 
 
-class _AttemptError(Exception):
+class AttemptError(Exception):
     """One attempt failed; the cause is the original error, if any."""
 
     def __init__(
@@ -72,6 +75,28 @@ class _AttemptError(Exception):
         """Whether the server seems to start or restart."""
         self.wait = wait
         """Seconds to wait, as the server asks."""
+        self.refused = False
+        """Whether nothing listens there, or a proxy says that nothing does."""
+        self.timed_out = False
+        """Whether there was no answer in time."""
+        self.given_up = False
+        """Whether the server gave no real answer, and a retry may get one."""
+        self.at_once = False
+        """Set by a target if another attempt should begin at once, as part of this one."""
+        self.url = ""
+        """Address of the attempt."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one attempt of a request goes."""
+
+    url: str
+    """The address."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the body."""
+    abort: tuple[str, Mapping[str, Any]] | None = None
+    """Address and body of what is posted to free the server if the attempt is cancelled or times out."""
 
 
 class _Session:
@@ -184,6 +209,7 @@ class HttpClient:
         parse: Callable[[Any], _A],
         *,
         on_attempt: Callable[[], object] = lambda: None,
+        target: Callable[[], AbstractAsyncContextManager[Target]] | None = None,
     ) -> _A:
         """Post ``body`` and return the parsed answer.
 
@@ -195,6 +221,8 @@ class HttpClient:
             parse: called with the answer's JSON. If it raises :class:`TryAgainError`, the request is
                 retried; any other ``ValueError``, a ``LookupError`` or a ``TypeError`` fails it.
             on_attempt: called when an attempt begins.
+            target: makes a context manager for each attempt, which gives its address; ``None`` is the
+                client's own. An attempt's :class:`AttemptError` is raised within it.
 
         Returns:
             The result of ``parse``.
@@ -209,7 +237,8 @@ class HttpClient:
         except (TypeError, ValueError) as error:
             raise TypeError(f"the request must be fit for JSON: {error}.") from error
         # In a task, so that close() can cancel it without cancelling the caller.
-        task = asyncio.ensure_future(self._post(content, parse, on_attempt))
+        aim = self._own_target if target is None else target
+        task = asyncio.ensure_future(self._post(content, parse, on_attempt, aim))
         try:
             await asyncio.wait([task])
         finally:
@@ -231,7 +260,11 @@ class HttpClient:
                 loop.call_soon_threadsafe(session.cancel)
 
     async def _post(
-        self, content: bytes, parse: Callable[[Any], _A], on_attempt: Callable[[], object]
+        self,
+        content: bytes,
+        parse: Callable[[Any], _A],
+        on_attempt: Callable[[], object],
+        target: Callable[[], AbstractAsyncContextManager[Target]],
     ) -> _A:
         """Retry until an attempt succeeds or retries are used up."""
         library, pause = self._tenacity, _AWAY_PAUSE
@@ -256,17 +289,21 @@ class HttpClient:
         async with self._session() as session:
             try:
                 return await retrying(
-                    while_away, self._attempt, session, content, parse, on_attempt
+                    while_away, self._attempt, session, content, parse, on_attempt, target
                 )
-            except _AttemptError as error:
+            except AttemptError as error:
                 attempts = retrying.statistics["attempt_number"]
-                raise self._error(self.url, attempts, str(error)) from error.__cause__
+                raise self._error(error.url, attempts, str(error)) from error.__cause__
 
     def _is_retried(self, error: BaseException) -> bool:
         """Whether to retry after an error; with ``wait_ready``, a server that is away had its wait."""
-        if not isinstance(error, _AttemptError) or error.final:
+        if not isinstance(error, AttemptError) or error.final:
             return False
         return not (error.away and self._wait_ready)
+
+    @asynccontextmanager
+    async def _own_target(self) -> AsyncIterator[Target]:
+        yield Target(self.url)
 
     async def _attempt(
         self,
@@ -274,40 +311,80 @@ class HttpClient:
         content: bytes,
         parse: Callable[[Any], _A],
         on_attempt: Callable[[], object],
+        target: Callable[[], AbstractAsyncContextManager[Target]],
+    ) -> _A:
+        """Attempt a request once, or as often as its targets say at once."""
+        while True:
+            try:
+                async with session.free, target() as aim:
+                    on_attempt()
+                    try:
+                        return await self._send(session, content, parse, aim)
+                    except AttemptError as error:
+                        error.url = aim.url
+                        raise
+            except AttemptError as error:
+                error.url = error.url or self.url
+                if not error.at_once:
+                    raise
+
+    async def _send(
+        self, session: _Session, content: bytes, parse: Callable[[Any], _A], aim: Target
     ) -> _A:
         transport_error = self._httpx.TransportError
+        if aim.fields:
+            # The body is a JSON object with at least one field.
+            content = json.dumps(aim.fields).encode()[:-1] + b", " + content[1:]
         try:
-            async with session.free:
-                on_attempt()
-                request = session.client.post(self.url, content=content)
-                response = await asyncio.wait_for(request, self._timeout)
+            request = session.client.post(aim.url, content=content)
+            response = await asyncio.wait_for(request, self._timeout)
+        except asyncio.CancelledError:
+            await self._abort(session, aim)
+            raise
         except asyncio.TimeoutError as error:
-            raise _AttemptError(f"no answer within {self._timeout} seconds") from error
+            await self._abort(session, aim)
+            failed = AttemptError(f"no answer within {self._timeout} seconds")
+            failed.timed_out = True
+            raise failed from error
         except (transport_error, self._httpx.DecodingError) as error:
             reason = f"{type(error).__name__}: {str(error) or 'no message'}"
-            raise _AttemptError(reason, away=isinstance(error, transport_error)) from error
+            failed = AttemptError(reason, away=isinstance(error, transport_error))
+            failed.refused = isinstance(error, self._httpx.ConnectError)
+            raise failed from error
         if not response.is_success:
             raise self._status_error(response)
         try:
             return parse(_payload(response))
         except (ValueError, RecursionError) as error:
-            final = not isinstance(error, TryAgainError)
-            raise _AttemptError(str(error), final=final) from error
+            failed = AttemptError(str(error), final=not isinstance(error, TryAgainError))
+            failed.given_up = not failed.final
+            raise failed from error
         except (LookupError, TypeError) as error:
             unfit = f"the answer lacks what is read: {error!r}"
-            raise _AttemptError(unfit, final=True) from error
+            raise AttemptError(unfit, final=True) from error
 
-    def _status_error(self, response: Any) -> _AttemptError:
+    async def _abort(self, session: _Session, aim: Target) -> None:
+        """Have the server give a request up; a server that does not answer is left alone."""
+        if aim.abort is None:
+            return
+        url, body = aim.abort
+        with suppress(self._httpx.HTTPError, asyncio.TimeoutError):
+            sent = session.client.post(url, content=json.dumps(body).encode())
+            await asyncio.wait_for(sent, _ABORT_TIMEOUT)
+
+    def _status_error(self, response: Any) -> AttemptError:
         """The error for a status other than success."""
         code, reason = response.status_code, f"status {response.status_code}: {_message(response)}"
         away = code in _AWAY
         if code not in _RETRIED and code < 500:
-            return _AttemptError(reason, final=True)
+            return AttemptError(reason, final=True)
         wait = _retry_after(response.headers.get("retry-after"))
         if wait > self._timeout and not (away and self._wait_ready):
             reason += f" (the server asks to wait {wait:.0f} seconds)"
-            return _AttemptError(reason, final=True)
-        return _AttemptError(reason, away=away, wait=wait)
+            return AttemptError(reason, final=True)
+        error = AttemptError(reason, away=away, wait=wait)
+        error.refused = away
+        return error
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:

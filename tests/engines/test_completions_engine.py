@@ -18,7 +18,8 @@ from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError
-from torchrl_mt.engines.completions.api import MalformedAnswerError, completions_url, parse_answer
+from torchrl_mt.engines.completions.api import MalformedAnswerError, parse_answer
+from torchrl_mt.engines.completions.servers import server_origins
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
@@ -559,7 +560,7 @@ def test_a_server_that_does_not_say_takes_what_it_takes(make, server, models):
 
 def test_requests_wait_for_a_server_that_starts_and_starts_again(make, monkeypatch, tokenizer):
     monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.02)
-    monkeypatch.setattr("torchrl_mt.engines.completions.engine._AWAY_PAUSE", 0.02)
+    monkeypatch.setattr("torchrl_mt.engines.completions.model_limit._AWAY_PAUSE", 0.02)
     with running(CompletionsServer()) as first:
         port = first.server_port
     engine = make(f"http://127.0.0.1:{port}", wait_ready=PATIENCE, max_retries=0)
@@ -777,7 +778,7 @@ def test_bad_engines_are_refused(make, kwargs, message):
     "base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/completions"]
 )
 def test_addresses_are_completed(base):
-    assert completions_url(base) == "http://h:1/v1/completions"
+    assert server_origins(base) == ["http://h:1"]
 
 
 def test_it_plays_whole_games(engine, server):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -72,3 +72,32 @@ def with_submodules(module: _Module, **submodules: nn.Module | None) -> _Module:
     made = copy.copy(module)
     made._modules = {**module._modules, **submodules}
     return made
+
+
+# ---- process groups -----------------------------------------------------------------------------
+
+
+def join_process_group(
+    init_method: str, *, rank: int, world_size: int, backend: str, group_name: str
+) -> Any:
+    """Join a process group beside the default one, with processes of another program.
+
+    SGLang's workers join theirs in the same way: the keys of the store must be the same.
+    """
+    from torch.distributed import distributed_c10d  # not every build of torch has it
+
+    timeout = distributed_c10d.default_pg_timeout
+    meeting = distributed_c10d.rendezvous(init_method, rank, world_size, timeout=timeout)
+    store, rank, world_size = next(meeting)
+    store.set_timeout(timeout)
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        distributed_c10d.Backend(backend),
+        distributed_c10d.PrefixStore(group_name, store),
+        group_name=cast(Any, group_name),
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group

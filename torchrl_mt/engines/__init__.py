@@ -4,6 +4,7 @@ from torchrl_mt.engines.adapters import adapter_weights, merged_weights, save_ad
 from torchrl_mt.engines.completions.engine import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.engine import Completion, Engine
 from torchrl_mt.engines.policy.engine import PolicyEngine, as_engine
+from torchrl_mt.engines.server_weights import SGLangWeights, VLLMWeights, WeightUpdateError
 from torchrl_mt.engines.transformers.engine import TransformersEngine
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "CompletionsError",
     "Engine",
     "PolicyEngine",
+    "SGLangWeights",
     "TransformersEngine",
+    "VLLMWeights",
+    "WeightUpdateError",
     "adapter_weights",
     "as_engine",
     "merged_weights",

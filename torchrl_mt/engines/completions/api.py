@@ -16,7 +16,6 @@ __all__ = [
     "OWN_FIELDS",
     "Answer",
     "MalformedAnswerError",
-    "completions_url",
     "max_model_len",
     "parse_answer",
 ]
@@ -48,32 +47,6 @@ class Answer:
     """Weight version that sampled each token; ``None`` if the server does not report it."""
     stopped_by: Any = None
     """The stop string or stop token that ended it, as far as the server says."""
-
-
-def completions_url(base_url: str) -> str:
-    """Build the address of a server's completions endpoint.
-
-    Args:
-        base_url: the server's address, with or without ``/v1``.
-
-    Raises:
-        ValueError: if ``base_url`` is no HTTP address.
-
-    Examples:
-        >>> completions_url("http://localhost:8000")
-        'http://localhost:8000/v1/completions'
-        >>> completions_url("https://host/model/v1/")
-        'https://host/model/v1/completions'
-    """
-    url = base_url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(
-            f"base_url must begin with http:// or https://, got {base_url!r}: "
-            "for example 'http://localhost:8000/v1'."
-        )
-    if url.endswith("/v1/completions"):
-        return url
-    return f"{url}/completions" if url.endswith("/v1") else f"{url}/v1/completions"
 
 
 def max_model_len(payload: Any, model: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Engine for an OpenAI-compatible completions server, such as vLLM's: token ids in and out.
+"""Engine for servers that take and return token ids, such as vLLM's and SGLang's.
 
 Completions hold the server's sampled tokens and log-probabilities unchanged. No token is stamped with
 newer weights than sampled it.
@@ -6,56 +6,53 @@ newer weights than sampled it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
-from torchrl_mt.engines.completions.api import (
-    OWN_FIELDS,
-    Answer,
-    completions_url,
-    max_model_len,
-    parse_answer,
+from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
+from torchrl_mt.engines.completions.images import (
+    ImageApi,
+    ImageRequests,
+    Request,
+    barring,
+    stored_images,
 )
-from torchrl_mt.engines.completions.images import ImageApi, ImageRequests, barring
+from torchrl_mt.engines.completions.log_probs_mode import LogProbsMode
+from torchrl_mt.engines.completions.model_limit import ModelLimit
+from torchrl_mt.engines.completions.native import (
+    PATHS,
+    Api,
+    from_sglang,
+    from_vllm,
+    to_sglang,
+    to_vllm,
+)
+from torchrl_mt.engines.completions.reported_versions import reported_versions
+from torchrl_mt.engines.completions.servers import Server, Servers, server_origins
 from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
-from torchrl_mt.engines.sampling_params import TruncationWarning, sampling_record
+from torchrl_mt.engines.sampling_params import sampling_record
+from torchrl_mt.engines.server_weights import ServerWeights, WeightUpdateError
 from torchrl_mt.engines.stop_strings import checked_stop, find_stop
 from torchrl_mt.engines.weights import hand_on
-from torchrl_mt.http_client import HttpClient, HttpError
+from torchrl_mt.http_client import HttpClient, HttpError, Target, TryAgainError
 from torchrl_mt.processes import StaysInProcess
-from torchrl_mt.vision import StoredImage, VisionProcessor
-from torchrl_mt.vision.model import check_no_video
+from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
-_logger = logging.getLogger("torchrl_mt")
-
 _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Neutral values, sent because vLLM would otherwise use the model's generation config."""
-
-_PROBE_TOKENS, _NEARLY_GREEDY, _CERTAIN = 4, 0.02, -0.05
-"""Of a probe: its tokens, its temperature, and the lowest log-probability of a certain token."""
-_MODE_WARNINGS = {
-    "raw_logprobs": "Sampling with %s: raw log-probabilities are not those of what was sampled from; do "
-    "not train on them. Completion.sampling records it.",
-    "unknown": "Sampling with %s: log-probabilities must be those of what is sampled from; vLLM reports "
-    "such only when started with --logprobs-mode processed_logprobs. Say so with logprobs_mode=.",
-}
-"""Warnings, logged once, if log-probabilities are or may be of another distribution."""
-_MODELS_TIMEOUT = 5.0
-"""Seconds for a request to ``/v1/models``."""
-_AWAY_PAUSE = 0.5
-"""Seconds between two attempts to reach a server that is not up yet."""
+_WITH_TOKENS = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+"""Has servers answer with token ids and their log-probabilities."""
 
 
 class CompletionsError(HttpError):
@@ -69,15 +66,27 @@ class CompletionsError(HttpError):
 
 
 class CompletionsEngine(StaysInProcess):
-    """Sample with a completions server (``POST /v1/completions``).
+    """Sample with one or several servers of a model that take and return token ids.
 
-    **Tokens.** Prompts are sent as token ids. The server must answer with token ids too: ``token_ids``
-    (requested by ``return_token_ids``) or ``logprobs.tokens`` of the form ``"token_id:12"`` (requested
-    by ``return_tokens_as_token_ids``). vLLM sends both. Text is never encoded again.
+    **Requests.** Prompts are sent as token ids, and the server must answer with token ids: text is never
+    encoded again. ``api`` is the form of requests:
 
-    **Stop tokens.** An answer includes its stop token if the server's token ids do, as vLLM's do. If
-    they do not, ``finish_reason`` is still ``"stop"``, and the stop token is part of the next prompt: it
-    is not trained on.
+    - ``"openai"``: ``/v1/completions`` with vLLM's extensions. Answers must have ``token_ids``
+      (requested by ``return_token_ids``) or ``logprobs.tokens`` of the form ``"token_id:12"``
+      (requested by ``return_tokens_as_token_ids``). vLLM sends both.
+    - ``"vllm"``: vLLM's ``/inference/v1/generate``; newer releases need ``--enable-scale-out``.
+    - ``"sglang"``: SGLang's ``/generate``.
+
+    A cancelled request hangs up, which frees vLLM; SGLang also gets ``/abort_request``.
+
+    **Several servers.** A prompt that goes on from an answer, or that was sent before, goes to the same
+    server, unless that one is far busier. Other requests go to the server with the fewest open ones. The
+    requests of a server that refuses connections, breaks them or answers with 502, 503 or 504 go to the
+    others at once, those that time out as a retry. It is tried again after some seconds.
+
+    **Stop tokens.** An answer includes its stop token if the server's token ids do, as those of vLLM and
+    SGLang do. If they do not, ``finish_reason`` is still ``"stop"``, and the stop token is part of the
+    next prompt: it is not trained on.
 
     **Stop strings.** ``stop`` of a request or of ``extra_body`` is sent to the server, which ends the
     answer. ``Completion.stop_string`` is what the server names (vLLM's ``stop_reason``, SGLang's
@@ -95,18 +104,23 @@ class CompletionsEngine(StaysInProcess):
     ``logprobs_mode`` does not say which, the engine sends a probe after the first request for which it
     matters: four nearly certain tokens, whose processed log-probabilities are nearly 0.
 
+    **Weights.** ``on_update`` loads new weights: :class:`~torchrl_mt.engines.VLLMWeights`,
+    :class:`~torchrl_mt.engines.SGLangWeights` or a function. With the former two, no request begins
+    during an update, one that the update aborts is sent again with the new version, and a server that
+    missed an update, or was started again, takes no requests until it has the weights.
+
     **Weight versions** are counted by the engine. If the weights change during a request, all of its
     tokens have the version at which its last attempt *began*. A token may then be rejected as stale too
-    early, but none is trained on as newer than it is. With ``version_key``, the server's own version
-    counts instead.
+    early, but none is trained on as newer than it is. What SGLang reports with ``SGLangWeights`` counts
+    instead, per token in releases that report that; with ``version_key``, what the server reports there.
 
     **Images.** With a processor, prompts may have images. ``/v1/completions`` takes none with token ids,
-    so these go to other endpoints, as ``image_api`` says:
+    so these go to the servers' own endpoints. ``image_api`` says which, if ``api`` does not:
 
-    - ``"vllm"``: ``/inference/v1/generate``, with the prompt as it is. vLLM's own
-      ``/v1/chat/completions/render`` prepares each image once.
-    - ``"sglang"``: ``/generate``, with one placeholder for each image. SGLang must answer with the
-      tokens that it saw (``prompt_token_ids``); they are compared with the prompt.
+    - ``"vllm"``: the prompt as it is. vLLM's own ``/v1/chat/completions/render`` prepares each image
+      once.
+    - ``"sglang"``: one placeholder for each image. SGLang must answer with the tokens that it saw
+      (``prompt_token_ids``); they are compared with the prompt.
 
     Image and video tokens are barred by ``logit_bias``, in text-only prompts, too. Raw log-probabilities
     are not those after barring: start vLLM with ``--logprobs-mode processed_logprobs``.
@@ -114,8 +128,8 @@ class CompletionsEngine(StaysInProcess):
     Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
 
     Args:
-        base_url: the server's address, with or without ``/v1``.
-        model: the name under which the server serves the model.
+        base_url: the server's address, with or without ``/v1``, or a list of several servers'.
+        model: the name under which the servers serve the model.
         tokenizer: the model's tokenizer, or its processor; it renders the messages.
         api_key: sent as a bearer token.
         max_new_tokens: maximum length of an answer, unless a request sets another.
@@ -137,22 +151,24 @@ class CompletionsEngine(StaysInProcess):
             once. ``Completion.sampling`` records ``"raw_logprobs"`` where the two differ.
         vocab_size: size of the vocabulary; prompts and answers with other tokens fail. ``None`` if
             unknown.
-        max_connections: maximum number of connections per event loop.
+        max_connections: maximum number of connections per event loop, to all servers together.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
         version_key: dotted path of the weight version, in the choice or at the root of the answer, such
             as ``"metadata.weight_version"``.
-        on_update: called with the source of an update, to load it into the server: it may save a
-            checkpoint and have the server load that, say. May be a coroutine function.
+        on_update: loads the source of an update into the servers: ``VLLMWeights``, ``SGLangWeights``, or
+            a function that is called with the source, which may be a coroutine function.
         processor: the model's processor, for prompts with images; not needed if it is given in place of
             the tokenizer.
-        image_api: the form in which the server takes prompts with images; ``None`` refuses images.
+        image_api: the form of prompts with images: ``"vllm"`` or ``"sglang"``. ``None`` is ``api``; with
+            ``api="openai"``, images are then refused.
+        api: the form of requests: ``"openai"``, ``"vllm"`` or ``"sglang"``.
 
     Raises:
         ImportError: if httpx or tenacity is not installed.
         TypeError: if the processor is of no supported family, or ``image_api`` is given without one.
-        ValueError: if a number is out of range, ``base_url`` is no HTTP address, ``image_api`` is
-            unknown, tokenizer and processor do not belong together, or ``extra_body`` has a field that
-            the engine sets.
+        ValueError: if a number is out of range, ``base_url`` is no HTTP address, ``api`` or
+            ``image_api`` is unknown or contradicts the other, tokenizer and processor do not belong
+            together, or ``extra_body`` has a field that the engine sets.
 
     Examples:
         >>> engine = CompletionsEngine(  # doctest: +SKIP
@@ -165,7 +181,7 @@ class CompletionsEngine(StaysInProcess):
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         model: str,
         tokenizer: Any,
         *,
@@ -185,20 +201,19 @@ class CompletionsEngine(StaysInProcess):
         on_update: Callable[[Any], Any] | None = None,
         processor: Any = None,
         image_api: ImageApi | None = None,
+        api: Api = "openai",
     ) -> None:
         require_positive(
             max_new_tokens=max_new_tokens, max_total_tokens=max_total_tokens, vocab_size=vocab_size
         )
-        if logprobs_mode not in (None, "processed_logprobs", "raw_logprobs"):
-            raise ValueError(
-                'logprobs_mode must be "processed_logprobs", "raw_logprobs" or None, got '
-                f"{logprobs_mode!r}."
-            )
         _require_free("extra_body", extra_body or {})
         sampling_record({"temperature": temperature, **(extra_body or {})})
         checked_stop((extra_body or {}).get("stop"))
+        check_choice("api", api, get_args(Api))
         if image_api is not None:
             check_choice("image_api", image_api, get_args(ImageApi))
+            if api not in ("openai", image_api):
+                raise ValueError(f"image_api must be None or api={api!r}, got {image_api!r}.")
         # Tokenizers have no tokenizer.
         if processor is None and hasattr(tokenizer, "tokenizer"):
             tokenizer, processor = None, tokenizer
@@ -210,38 +225,25 @@ class CompletionsEngine(StaysInProcess):
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
-        self._max_total_tokens = max_total_tokens
-        self._limit_is_settled = max_total_tokens is not None
-        """Whether the limit is known, or the server does not report it."""
-        self._limit_lock = threading.Lock()
-        self._wait_ready = wait_ready
-        self._model = model
         self._body = {
             "model": model,
             "temperature": temperature,
             **_PLAIN,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            **_WITH_TOKENS,
             **(extra_body or {}),
         }
         self._parse = partial(parse_answer, vocab_size=vocab_size, version_key=version_key)
         self._vocab_size = vocab_size
-        self._logprobs_mode: str | None = logprobs_mode
-        """``None`` before the probe; ``"unknown"`` if the server refuses it."""
-        self._probe_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._warn = TruncationWarning()
-        self._has_warned = False
+        self._log_probs_mode = LogProbsMode(logprobs_mode, self._sample)
         self._on_update = on_update
-        self._version = 0
         self._updating = threading.Lock()
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        url = completions_url(base_url)
-        make_client = partial(
-            HttpClient,
-            headers=self._headers,
+        origins = server_origins(base_url)
+        bring_up = on_update.bring_up if isinstance(on_update, ServerWeights) else None
+        self._servers = Servers(origins, bring_up=bring_up)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = HttpClient(
+            origins[0] + PATHS[api],
+            headers=headers,
             timeout=timeout,
             max_retries=max_retries,
             backoff=backoff,
@@ -250,24 +252,36 @@ class CompletionsEngine(StaysInProcess):
             name="engine",
             error=CompletionsError,
         )
-        self._client = make_client(url)
-        origin = url.removesuffix("/v1/completions")
+        self._limit = ModelLimit(
+            max_total_tokens,
+            origins=origins,
+            model=model,
+            headers=headers,
+            wait_ready=wait_ready,
+            is_closed=lambda: self._client.closed,
+        )
+        self._api = api
+        form = api if image_api is None else image_api
+        self._reports_versions = (
+            isinstance(on_update, ServerWeights)
+            and on_update.reports_versions
+            and version_key is None
+        )
+        """Whether SGLang's own form tells the versions that this engine set."""
         self._images: ImageRequests | None = None
-        if image_api is not None and self._vision is not None:
-            self._images = ImageRequests(
-                image_api, self._vision, lambda path: make_client(origin + path)
-            )
+        if form != "openai" and self._vision is not None:
+            self._images = ImageRequests(form, self._vision, self._post)
 
     @property
     def version(self) -> int:
         """How many times the weights were updated."""
-        return self._version
+        return self._servers.version
 
     @property
     def max_total_tokens(self) -> int | None:
         """Maximum length of prompt and answer together, in tokens; ``None`` if unknown."""
-        self._request_limit()
-        return self._max_total_tokens
+        self._limit.request()
+        return self._limit.tokens
 
     async def generate(
         self,
@@ -299,8 +313,7 @@ class CompletionsEngine(StaysInProcess):
             CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
             RuntimeError: if the engine is closed.
         """
-        await self._wait_for_limit()
-        total = self._max_total_tokens
+        total = await self._limit.wait()
         prompt, limit = checked_request(
             prompt_ids,
             max_new_tokens,
@@ -310,7 +323,8 @@ class CompletionsEngine(StaysInProcess):
             vocab_size=self._vocab_size,
         )
         _require_free("sampling arguments", sampling)
-        shown = self._stored(prompt, () if images is None else images)
+        given = () if images is None else images
+        shown = stored_images(prompt, given, self._vision, is_sent=self._images is not None)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
         asked["stop"] = strings = list(checked_stop(asked.get("stop")))
         body = {name: value for name, value in asked.items() if value is not None}
@@ -321,30 +335,25 @@ class CompletionsEngine(StaysInProcess):
         record = sampling_record(body, self._vocab_size)
         if self._vision is not None:
             body["logit_bias"] = barring(self._vision, body.get("logit_bias"))
-        begun: list[int] = []
-        client, sent = self._client, body
         parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=limit, prompt=prompt)
         if self._images is not None and shown:
-            client, sent, parse = await self._images.make(body, prompt, shown, parse)
-        answer = await client.post(
-            sent,
-            parse,
-            on_attempt=lambda: begun.append(self._version),
-        )
-        if record:
-            await self._probe(body, record)
-            record = self._marked(record)
+            request = await self._images.make(body, prompt, shown, parse)
+        else:
+            request = self._request(body, prompt, parse)
+        answer, version, server = await self._ask(request, prompt)
+        self._servers.remember(server, prompt, answer.token_ids)
+        record = await self._log_probs_mode.marked(body, record)
         return Completion(
             answer.token_ids,
             answer.log_probs,
-            answer.versions or begun[-1:] * len(answer.token_ids),
+            answer.versions or [version] * len(answer.token_ids),
             answer.finish_reason,
             sampling=record,
             stop_string=self._stop_string(answer, strings) if strings else None,
         )
 
     def update_weights(self, source: Any = None) -> int:
-        """Call ``on_update`` to load new weights into the server, then count the update.
+        """Have ``on_update`` load new weights into the servers, then count the update.
 
         Args:
             source: passed to ``on_update``.
@@ -354,113 +363,129 @@ class CompletionsEngine(StaysInProcess):
 
         Raises:
             NotImplementedError: if there is no ``on_update``.
+            WeightUpdateError: if some servers did not get the weights. They take no requests until they
+                have the weights of a later update, or of this one if ``on_update`` can load these
+                again. If at least one server has the new weights, the update counts.
             RuntimeError: if the engine is closed.
         """
         if self._client.closed:
             raise closed_error()
         if self._on_update is None:
             raise NotImplementedError(
-                "how a server takes new weights is the server's own affair: pass on_update=, a function "
-                "that is called with the source and has the server load it."
+                "how a server takes new weights is the server's own affair: pass on_update=, such as "
+                "VLLMWeights or SGLangWeights, or a function that is called with the source and has "
+                "the server load it."
             )
         with self._updating:
-            hand_on(self._on_update, source)
-            self._version += 1
-            return self._version
+            version = self.version + 1
+            if isinstance(self._on_update, ServerWeights):
+                self._update_servers(self._on_update, source, version)
+            else:
+                hand_on(self._on_update, source)
+                self._servers.commit(version)
+            return version
 
     def count_update(self) -> int:
         """Count an update that the server received from elsewhere; returns the new version."""
         with self._updating:
-            self._version += 1
-            return self._version
+            self._servers.commit(self.version + 1)
+            return self.version
+
+    def stats(self) -> dict[str, int]:
+        """Sizes and counters of the servers.
+
+        Returns:
+            A flat dictionary: open requests (``"running"``), ``"servers"``, those that take requests
+            (``"servers/live"``), and prompts that left the server that had the turns before
+            (``"servers/moved"``).
+        """
+        return {
+            "running": sum(server.running for server in self._servers.all),
+            "servers": len(self._servers.all),
+            "servers/live": self._servers.live,
+            "servers/moved": self._servers.moved,
+        }
 
     def close(self) -> None:
         """Fail all open requests and close every connection."""
         self._client.close()
-        if self._images is not None:
-            self._images.close()
 
-    def _stored(self, prompt: Sequence[int], images: Sequence[Any]) -> list[StoredImage]:
-        """Read the images of a prompt; refuse them if the engine cannot take any."""
-        if not isinstance(images, (list, tuple)):
-            raise TypeError(
-                f"images must be a list of a prompt's images, got {type(images).__name__}."
-            )
-        if self._vision is not None:
-            check_no_video(self._vision, "prompt_ids", prompt)
-        if not images:
-            token = None if self._vision is None else self._vision.image_token_id
-            if token is not None and token in prompt:
-                raise ValueError(
-                    f"images must hold the images that prompt_ids show, got none for "
-                    f"{prompt.count(token)} image tokens (id {token})."
-                )
-            return []
-        if self._images is None:
-            raise TypeError(
-                "images cannot be sent to /v1/completions with token ids: make the engine with "
-                "processor= and image_api='vllm' or 'sglang', for a server that takes them."
-            )
-        stored = []
-        for k, image in enumerate(images):
+    def _update_servers(self, weights: ServerWeights, source: Any, version: int) -> None:
+        """Update all servers while no request begins; those that fail take none."""
+        with self._servers.hold():
             try:
-                stored.append(StoredImage.of(image))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"images[{k}]: {error}") from error
-        return stored
+                weights.update(source, version)
+            except WeightUpdateError as error:
+                reached = version if error.updated else self.version
+                self._servers.commit(reached, missed=error.failed)
+                raise
+            self._servers.commit(version)
 
-    async def _wait_for_limit(self) -> None:
-        """Request the model's limit until the server is up, for at most ``wait_ready`` seconds."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._wait_ready
-        while not (self._limit_is_settled or self._client.closed):
-            if await asyncio.to_thread(self._request_limit) or loop.time() >= end:
+    def _request(
+        self, body: Mapping[str, Any], prompt: list[int], parse: Callable[[Any], Answer]
+    ) -> Request:
+        """Make a request for an answer to text."""
+        path = PATHS[self._api]
+        if self._api == "vllm":
+            return Request(path, to_vllm(body, prompt), lambda said: parse(from_vllm(said)))
+        if self._api == "sglang":
+            convert = partial(from_sglang, prompt=prompt)
+            return Request(path, to_sglang(body, prompt), lambda said: parse(convert(said)))
+        return Request(path, {**body, "prompt": prompt}, parse)
+
+    async def _sample(self, body: Mapping[str, Any], max_new_tokens: int) -> Answer:
+        """Sample an answer to text, for a probe."""
+        prompt = list(body["prompt"])
+        parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=max_new_tokens)
+        answer, _, _ = await self._ask(self._request(body, prompt, parse), prompt)
+        return answer
+
+    async def _ask(self, request: Request, prompt: Sequence[int]) -> tuple[Answer, int, Server]:
+        """Send a request; return the answer, and version and server of the attempt that gave it."""
+        attempts: list[tuple[Server, int]] = []
+
+        def parse(payload: Any) -> Answer:
+            answer: Answer = request.parse(payload)
+            if request.path == PATHS["sglang"] and self._reports_versions:
+                return self._with_versions(payload, answer, *attempts[-1])
+            return answer
+
+        answer = await self._client.post(
+            request.body, parse, target=lambda: self._target(request, prompt, attempts)
+        )
+        server, version = attempts[-1]
+        return answer, version, server
+
+    def _with_versions(self, payload: Any, answer: Answer, server: Server, version: int) -> Answer:
+        """Add the versions that SGLang reports; a server that lacks the weights must load them."""
+        info, size = payload["meta_info"], len(answer.token_ids)
+        try:
+            # An update may have reached the server already.
+            versions = reported_versions(info, size, begun=version, newest=self.version + 1)
+        except TryAgainError as error:
+            self._servers.doubt(server, str(error))
+            raise
+        return replace(answer, versions=versions)
+
+    async def _post(self, path: str, body: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
+        """Post something else than a prompt to any server."""
+        request = Request(path, body, parse)
+        return await self._client.post(body, parse, target=lambda: self._target(request, (), []))
+
+    @asynccontextmanager
+    async def _target(
+        self, request: Request, prompt: Sequence[int], attempts: list[tuple[Server, int]]
+    ) -> AsyncIterator[Target]:
+        """Choose where one attempt goes, and record server and version."""
+        async with self._servers.use(prompt) as (server, version):
+            attempts.append((server, version))
+            url = server.origin + request.path
+            if request.path != PATHS["sglang"]:
+                yield Target(url)
                 return
-            await asyncio.sleep(_AWAY_PAUSE)
-
-    def _request_limit(self) -> bool:
-        """Request the model's limit unless it is settled; false if the server is not up."""
-        import httpx
-
-        with self._limit_lock:
-            if self._limit_is_settled or self._client.closed:
-                return True
-            url = self._client.url.removesuffix("/completions") + "/models"
-            try:
-                answer = httpx.get(url, headers=self._headers, timeout=_MODELS_TIMEOUT)
-            except httpx.TimeoutException:
-                self._limit_is_settled = True  # Asking again would delay every request.
-                return True
-            except httpx.TransportError:
-                return False
-            if answer.status_code in (502, 503, 504):
-                return False
-            self._limit_is_settled = True
-            with suppress(ValueError):  # The server sent no JSON.
-                self._max_total_tokens = max_model_len(answer.json(), self._model)
-            return True
-
-    async def _probe(self, body: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Find out once which distribution log-probabilities are of, by nearly certain tokens."""
-        lock = self._probe_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-        async with lock:
-            if self._logprobs_mode is not None:
-                return
-            truncated = record.keys() & {"top_k", "top_p", "min_p"}
-            greedy = {"top_k": 1} if truncated else {"temperature": _NEARLY_GREEDY}
-            # After one token, hardly any model's own distribution is certain.
-            asked = {**body, **greedy, "prompt": body["prompt"][:1], "max_tokens": _PROBE_TOKENS}
-            asked.pop("stop", None)  # it may leave too few tokens
-            try:
-                answer = await self._client.post(
-                    asked, partial(self._parse, max_new_tokens=_PROBE_TOKENS)
-                )
-            except CompletionsError:
-                self._logprobs_mode = "unknown"
-                return
-            is_raw = min(answer.log_probs) < _CERTAIN
-            self._logprobs_mode = "raw_logprobs" if is_raw else "processed_logprobs"
-            _logger.info("the server gives %s, as a probe has shown.", self._logprobs_mode)
+            # Each attempt has its own id: SGLang refuses one that it still works on.
+            rid = {"rid": request.body.get("rid", uuid.uuid4().hex)}
+            yield Target(url, rid, (f"{server.origin}/abort_request", rid))
 
     def _stop_string(self, answer: Answer, strings: Sequence[str]) -> str | None:
         """The stop string that ended an answer; ``None`` if a stop token or the limit did."""
@@ -472,17 +497,6 @@ class CompletionsEngine(StaysInProcess):
         if self.tokenizer is None or answer.token_ids[-1] == self.tokenizer.eos_token_id:
             return None
         return find_stop(decode(self.tokenizer, answer.token_ids), strings)
-
-    def _marked(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Add the log-probability mode to a record if it matters; warns once."""
-        warning = _MODE_WARNINGS.get(self._logprobs_mode or "unknown")
-        if warning is not None and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(warning, record)
-        if self._logprobs_mode == "raw_logprobs":
-            return record | {"logprobs_mode": self._logprobs_mode}
-        self._warn(record)
-        return record
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

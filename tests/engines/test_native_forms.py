@@ -1,0 +1,202 @@
+"""Text in the servers' own forms: what is sent, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
+from tests.faulty_server import running, silent, status
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.engines import CompletionsEngine, CompletionsError
+
+pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
+
+KINDS = {"openai": VLLMServer, "vllm": VLLMServer, "sglang": SGLangServer}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(params=KINDS)
+def api(request):
+    return request.param
+
+
+@pytest.fixture
+def server(api, tokenizer):
+    with running(KINDS[api]()) as server:
+        server.decode = tokenizer.decode
+        yield server
+
+
+@pytest.fixture
+def make(api, server, tokenizer):
+    engines = []
+
+    def make(**kwargs):
+        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
+        engines.append(CompletionsEngine(server.url + "/v1", "tiny", tokenizer, api=api, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def ask(engine, prompt=(5, 6), **kwargs):
+    async def run():
+        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
+
+    return asyncio.run(run())
+
+
+def test_answers_are_what_the_server_sampled(make, server):
+    engine = make(extra_body={"top_p": 1.0})
+    reasons = set()
+    for k in range(8):
+        answer = ask(engine, [5, k + 6])
+        assert server.prompts[-1] == [5, k + 6]
+        assert 1 <= len(answer.token_ids) <= 20
+        assert set(answer.log_probs) == {log_prob_of(0)}
+        assert set(answer.versions) == {0}
+        assert answer.stop_token == (1 if answer.finish_reason == "stop" else None)
+        assert (answer.token_ids[-1] == 1) == (answer.finish_reason == "stop")
+        reasons.add(answer.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_sampling_parameters_have_the_servers_names(make, server, api):
+    engine = make(logprobs_mode="processed_logprobs", extra_body={"top_p": 0.9, "min_tokens": 0})
+    if api == "openai":
+        engine = make(logprobs_mode="processed_logprobs", extra_body={"top_p": 0.9})
+    answer = ask(engine, seed=4, temperature=0.5, max_new_tokens=3)
+    body = server.seen[-1]
+    params = body if api == "openai" else body["sampling_params"]
+    names = ("max_new_tokens", "sampling_seed") if api == "sglang" else ("max_tokens", "seed")
+    assert [params[name] for name in names] == [3, 4]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.5, 0.9, -1)
+    assert answer.sampling == {"temperature": 0.5, "top_p": 0.9}
+
+
+def test_stop_strings_end_the_answer(make, server, tokenizer):
+    word = tokenizer.decode([ask(make()).token_ids[2]])
+    answer = ask(make(), stop=[word])
+    assert answer.finish_reason == "stop"
+    assert (answer.stop_string, answer.stop_token) == (word, None)
+    assert word in tokenizer.decode(answer.token_ids)
+
+
+def test_bounds_are_asked_of_the_server(make, server):
+    server.max_model_len = 8
+    engine = make()
+    assert engine.max_total_tokens == 8
+    with pytest.raises(ValueError, match="exceed max_total_tokens=8"):
+        ask(engine, [5] * 8)
+
+
+def test_what_may_pass_is_tried_again(make, server):
+    server.faults += [status(503), status(500)]
+    aborted: list[int] = []
+
+    def abort(k: int) -> None:
+        if k == 1 and not aborted:
+            aborted.append(k)
+            server.pause("abort")
+            server.resume()
+
+    server.before_token = abort
+    ask(make())
+    assert aborted
+    assert len(server.seen) == 4
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_a_request_that_is_given_up_frees_the_server(make, server, how):
+    held = [True]
+    server.before_token = lambda k: wait_until(lambda: not held[0] or server.freed)
+    # A server that waits for its next token notices when it comes.
+    if not isinstance(server, SGLangServer):
+        server.before_token = lambda k: None if k < 5 else wait_until(server.hung_up)
+    engine = make(timeout=0.3 if how == "timeout" else PATIENCE, max_retries=0)
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5, 6]))
+        await asyncio.to_thread(wait_until, lambda: server.running)
+        if how == "cancel":
+            task.cancel()
+        with pytest.raises((asyncio.CancelledError, CompletionsError)):
+            await task
+
+    asyncio.run(run())
+    wait_until(lambda: server.freed and not server.running)
+    held[0] = False
+
+
+def test_a_server_that_does_not_take_the_abort_is_left_alone(make, server, api, monkeypatch):
+    monkeypatch.setattr("torchrl_mt.http_client._ABORT_TIMEOUT", 0.1)
+    if api != "sglang":
+        pytest.skip("only SGLang is asked to abort")
+    server.faults += [silent, silent]
+    engine = make(timeout=0.1, max_retries=0)
+    with pytest.raises(CompletionsError, match="no answer within"):
+        ask(engine)
+    assert server.seen[1].keys() == {"rid"}
+    assert server.seen[1]["rid"] == server.seen[0]["rid"]
+
+
+def edit(payload: Any, path: list[Any], value: Any) -> Any:
+    *parents, last = path
+    inner = payload
+    for name in parents:
+        inner = inner[name]
+    if value is DROP:
+        del inner[last]
+    else:
+        inner[last] = value
+    return payload
+
+
+DROP = object()
+BROKEN = [
+    ("vllm", ["choices"], [], "choices must be a list of one"),
+    ("vllm", ["choices", 0, "logprobs"], None, "logprobs must be an object"),
+    ("vllm", ["choices", 0, "token_ids", 0], 25, "must be those of"),
+    ("vllm", ["choices", 0, "logprobs", "content", 0, "logprob"], None, "a log-probability"),
+    ("vllm", ["choices", 0, "finish_reason"], "tool", "finish_reason must be"),
+    ("sglang", ["meta_info"], DROP, "the answer lacks"),
+    ("sglang", ["meta_info", "output_token_logprobs"], DROP, "logprobs must be"),
+    ("sglang", ["meta_info", "output_token_logprobs", 0], [None, 3, None], "output_ids must be"),
+    ("sglang", ["meta_info", "prompt_tokens"], 1, "must be the 2 that were sent, got 1"),
+    ("sglang", ["meta_info", "finish_reason"], None, "finish_reason must be"),
+]
+
+
+@pytest.mark.parametrize(("form", "path", "value", "error"), BROKEN)
+def test_malformed_answers_are_named(tokenizer, form, path, value, error):
+    with running(KINDS[form]()) as server:
+        post = server.generate
+        server.generate = lambda body, query: edit(post(body, query), path, value)
+        engine = CompletionsEngine(server.url, "tiny", tokenizer, api=form, max_new_tokens=5)
+        with pytest.raises(CompletionsError, match=error):
+            ask(engine)
+        assert len(server.prompts) == 1
+        engine.close()
+
+
+def test_arguments_are_checked(tokenizer):
+    with pytest.raises(ValueError, match=r"api must be.*openai.*got 'tgi'"):
+        CompletionsEngine("http://a", "tiny", tokenizer, api="tgi")
+    with pytest.raises(ValueError, match=r"image_api must be None or api='vllm', got 'sglang'"):
+        CompletionsEngine("http://a", "tiny", tokenizer, api="vllm", image_api="sglang")
+    with pytest.raises(ValueError, match="at least one server, each once"):
+        CompletionsEngine(["http://a", "http://a/v1"], "tiny", tokenizer)
+    with pytest.raises(ValueError, match="at least one server"):
+        CompletionsEngine([], "tiny", tokenizer)
+    with pytest.raises(TypeError, match="must be a string or a list of strings, got 3"):
+        CompletionsEngine(["http://a", 3], "tiny", tokenizer)

@@ -1,0 +1,446 @@
+"""Updates of servers: no token is stamped newer than what sampled it, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import random
+import threading
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.engines.sampling_servers import (
+    Refused,
+    SGLangServer,
+    VLLMServer,
+    cluster,
+    until,
+    version_of,
+)
+from tests.engines.test_servers import conversation
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import (
+    CompletionsEngine,
+    CompletionsError,
+    SGLangWeights,
+    VLLMWeights,
+    WeightUpdateError,
+)
+from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
+from torchrl_mt.envs import GuessNumber
+
+pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
+
+KINDS = {
+    "vllm": (VLLMServer, VLLMWeights, "vllm"),
+    "old vllm": (partial(VLLMServer, has_version=False), VLLMWeights, "openai"),
+    "sglang": (SGLangServer, SGLangWeights, "sglang"),
+    "old sglang": (partial(SGLangServer, has_spans=False), SGLangWeights, "sglang"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+OLD = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("old vllm", "old sglang")]
+
+
+@pytest.fixture(params=["vllm", "sglang", *OLD])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def servers(kind):
+    with cluster(KINDS[kind][0], 2) as made:
+        yield made
+
+
+@pytest.fixture
+def make(kind, servers, tokenizer, tmp_path):
+    engines = []
+
+    def make(pause="abort", **kwargs):
+        _, weights, api = KINDS[kind]
+        on_update = weights(servers.urls, folder=tmp_path, pause=pause)
+        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
+        engine = CompletionsEngine(
+            servers.urls, "tiny", tokenizer, api=api, on_update=on_update, **kwargs
+        )
+        engine._servers._pause = 0.05
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"version": torch.tensor([float(version)])}
+
+
+def ask(engine, prompt=(5, 6), **kwargs):
+    async def run():
+        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
+
+    return asyncio.run(run())
+
+
+def truth(answer) -> list[int]:
+    return [version_of(value) for value in answer.log_probs]
+
+
+def test_updates_reach_every_server_and_only_the_last_is_kept(make, servers, tmp_path):
+    engine = make()
+    for version in (1, 2, 3):
+        assert engine.update_weights(weights(version)) == engine.version == version
+        assert [server.version for server in servers.servers] == [version] * 2
+        assert not any(server.is_paused for server in servers.servers)
+        for k in range(4):
+            answer = ask(engine, [5, k + 6])
+            assert set(answer.versions) == set(truth(answer)) == {version}
+    assert [path.name for path in tmp_path.iterdir()] == ["version-3"]
+
+
+def test_a_request_that_an_update_aborts_is_sent_again_with_the_new_version(make, servers):
+    engine = make(max_retries=0)
+    for server in servers.servers:
+        server.before_token = lambda k, server=server: wait_until(
+            lambda: engine.version == 2 or server.is_paused
+        )
+
+    async def run():
+        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(6)]
+        for version in (1, 2):
+            for server in servers.servers:
+                await asyncio.to_thread(until, server, 3)
+            await asyncio.to_thread(engine.update_weights, weights(version))
+        return await asyncio.gather(*asked)
+
+    for answer in asyncio.run(run()):
+        assert set(answer.versions) == set(truth(answer)) == {2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "pause"), [("vllm", "keep"), ("vllm", "wait"), ("sglang", "retract")]
+)
+def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
+    engine = make(pause=pause)
+    servers.kill(1)
+    server = servers.servers[0]
+    at_3 = threading.Event()
+    updated = threading.Event()
+
+    def before_token(k):
+        if k == 3 and not at_3.is_set():
+            at_3.set()
+            wait_until(lambda: pause == "wait" or updated.is_set() or server.is_paused)
+
+    server.before_token = before_token
+
+    async def run():
+        asked = asyncio.create_task(engine.generate([5, 6], max_new_tokens=8))
+        await asyncio.to_thread(at_3.wait, PATIENCE)
+        with pytest.raises(WeightUpdateError):  # the other server is dead
+            await asyncio.to_thread(engine.update_weights, weights(1))
+        updated.set()
+        return await asked
+
+    answer = asyncio.run(run())
+    versions = truth(answer)
+    if pause == "wait":
+        assert set(versions) == {0}
+    else:
+        assert versions[:3] == [0] * 3
+        assert set(versions[4:]) == {1}
+    assert list(answer.versions) == (versions if kind == "sglang" else [0] * len(versions))
+
+
+# Failures
+
+
+def refuse(code=500):
+    raise Refused(code, "out of memory")
+
+
+def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weights(make, servers):
+    engine = make(max_retries=0)
+    engine.update_weights(weights(1))
+    first, second = servers.servers
+    second.load_fault = refuse
+    with pytest.raises(WeightUpdateError, match=r"1 of 2 servers, .*out of memory") as caught:
+        engine.update_weights(weights(2))
+    assert caught.value.updated == (first.url,)
+    assert list(caught.value.failed) == [second.url]
+    assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
+    assert engine.version == 2
+    assert not second.is_paused
+    answers = [ask(engine, [5, k + 6]) for k in range(8)]
+    assert {version for answer in answers for version in truth(answer)} == {2}
+    assert {version for answer in answers for version in answer.versions} == {2}
+    assert not second.prompts
+    # It loads them as soon as it can.
+    second.load_fault = lambda: None
+    wait_until(lambda: ask(engine, [random.randrange(4, 26)]) and second.prompts)
+    assert second.version == 2
+
+
+def test_an_update_that_reaches_no_server_is_not_counted(make, servers):
+    engine = make(max_retries=0)
+    for server in servers.servers:
+        server.load_fault = refuse
+    with pytest.raises(WeightUpdateError, match="0 of 2 servers"):
+        engine.update_weights(weights(1))
+    assert engine.version == 0
+    with pytest.raises(CompletionsError, match="lacks the weights of version 0"):
+        ask(engine)
+    for server in servers.servers:
+        server.load_fault = lambda: None
+    engine.update_weights(weights(1))
+    assert set(truth(ask(engine))) == {1}
+
+
+def test_what_cannot_be_saved_touches_no_server(make, servers, tmp_path):
+    engine = make()
+    for source, error, message in (
+        (None, TypeError, "source must be a model, a state dict"),
+        ({}, ValueError, "source must hold tensors"),
+        (tmp_path / "none", ValueError, "source must be a folder with safetensors"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.update_weights(source)
+    assert engine.version == 0
+    assert not any(server.calls for server in servers.servers)
+    assert truth(ask(engine))
+
+
+def test_a_server_that_is_started_again_gets_the_weights_first(make, servers):
+    engine = make(max_retries=0)
+    engine.update_weights(weights(1))
+    servers.kill(1)
+    number = 0
+    while engine.stats()["servers/live"] == 2:  # until a request finds that out
+        ask(engine, [5, 6, number])
+        number += 1
+    back = servers.restart(1)
+    while not back.prompts:
+        answer = ask(engine, [5, 7, number])
+        assert set(answer.versions) == set(truth(answer)) == {1}
+        number += 1
+    assert back.version == 1
+
+
+@pytest.mark.parametrize("kind", ["sglang", OLD[1]])
+def test_sglang_tells_that_it_was_started_again(make, servers):
+    engine = make(max_retries=0)
+    engine.update_weights(weights(1))
+    for k in range(2):  # while nobody looks
+        servers.kill(k)
+        servers.restart(k)
+    for k in range(6):
+        answer = ask(engine, [5, k + 6])
+        assert set(answer.versions) == set(truth(answer)) == {1}
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_weights_of_another_run_are_named(make, servers):
+    for server in servers.servers:
+        server.version, server.label = 7, "7"
+    engine = make()
+    with pytest.raises(CompletionsError, match=r"at most 1, got 7: .*Call update_weights first"):
+        ask(engine)
+    engine.update_weights(weights(1))
+    assert set(ask(engine).versions) == {1}
+
+
+@pytest.mark.slow
+def test_no_token_is_stamped_newer_than_it_is(kind, servers, make):
+    """Conversations during updates, while servers are killed, started again, slow and refuse."""
+    for seed in range(4):
+        engine = make(max_retries=50, pause="abort" if seed % 2 or "sglang" in kind else "keep")
+        _disturbed(engine, servers, random.Random(seed), exact=kind == "sglang")
+        for k in range(2):
+            servers.kill(k)
+            servers.restart(k)
+
+
+def _disturbed(engine, servers, rng, *, exact):
+    answers = []
+    plain = engine.generate
+
+    async def generate(prompt):
+        answer = await plain(prompt)
+        answers.append(answer)
+        return answer
+
+    engine.generate = generate
+    for server in servers.servers:
+        server.before_token = lambda k: threading.Event().wait(rng.random() * 0.004)
+    over = threading.Event()
+
+    def disturb():
+        version = 0
+        while not over.wait(rng.random() * 0.05):
+            k = rng.randrange(2)
+            server = servers.servers[k]
+            action = rng.choice(["update", "update", "update", "refuse", "restart"])
+            if action == "restart":
+                servers.kill(k)
+                # It is away for so long that a request notices; its first weights are of version 0.
+                place = engine._servers.all[k]
+                wait_until(
+                    lambda place=place: (
+                        over.is_set() or not engine.version or place.weights != "current"
+                    )
+                )
+                again = servers.restart(k)
+                again.before_token = server.before_token
+                continue
+            server.load_fault = refuse if action == "refuse" else lambda: None
+            with contextlib.suppress(WeightUpdateError):
+                engine.update_weights(weights(version + 1))
+            server.load_fault = lambda: None
+            version = engine.version
+
+    async def run():
+        played = (conversation(engine, number, 4) for number in range(12))
+        await asyncio.gather(*played)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
+        thread.join(PATIENCE)
+    assert answers
+    for answer in answers:
+        stamps, true = list(answer.versions), truth(answer)
+        assert all(a <= b for a, b in zip(stamps, true, strict=True))
+        assert not exact or stamps == true
+
+
+# Collectors
+
+
+def test_a_collector_updates_servers(make, servers):
+    engine = make()
+    with MultiTurnCollector(
+        GuessNumber(16, turns=3),
+        engine,
+        episodes_per_batch=8,
+        limits=Limits(max_turns=3, max_response_tokens=20),
+    ) as collector:
+        batches = iter(collector)
+        for version in range(3):
+            if version:
+                collector.update_policy_weights_(weights(version))
+            batch = next(batches)
+            for turn in batch.unbind(0):
+                true = [version_of(value) for value in turn["log_probs", "response"].tolist()]
+                stamps = turn["versions", "response"].tolist()
+                assert all(a <= b for a, b in zip(stamps, true, strict=True))
+        assert version in stamps
+    assert collector.stats()["rejected"] == 0
+
+
+# LoRA
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_adapters_are_loaded_in_place(servers, kind, tmp_path, tokenizer):
+    on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path / "out")
+    engine = CompletionsEngine(servers.urls, "policy", tokenizer, on_update=on_update)
+    folder = tmp_path / "adapter"
+    SavedModels(tmp_path).save(weights(5), 0).rename(folder)
+    with pytest.raises(TypeError, match=r"adapter_config.json.*got .*adapter"):
+        engine.update_weights(str(folder))
+    (folder / "adapter_config.json").write_text("{}")
+    assert engine.update_weights(str(folder)) == 1
+    assert "/v1/load_lora_adapter" in servers.servers[0].calls
+    assert [server.version for server in servers.servers] == [5, 5]
+    assert folder.exists()
+    with pytest.raises(TypeError, match="got dict"):
+        engine.update_weights(weights(2))
+    engine.close()
+
+
+def test_adapters_are_merged_or_saved_alone(tmp_path, model):
+    peft = pytest.importorskip("peft")
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    actor = peft.get_peft_model(model, config)
+    saved = SavedModels(tmp_path)
+    found = named_weights(saved.save(actor, 1))
+    changed = {name for name, value in found.items() if not torch.equal(value, base[name])}
+    assert changed == {name for name in base if "q_proj.weight" in name}
+    alone = saved.save(actor, 2, adapter=True)
+    assert (alone / "adapter_config.json").exists()
+    assert all("lora" in name for name in named_weights(alone))
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_a_server_without_development_mode_is_named(servers, tokenizer):
+    with pytest.raises(WeightUpdateError, match="VLLM_SERVER_DEV_MODE=1"):
+        VLLMWeights(servers.urls).update(weights(1), 1)
+
+
+# Sources
+
+
+def test_sources_of_all_kinds_are_saved_by_name(tmp_path, model):
+    saved = SavedModels()
+    state = dict(model.state_dict())
+    sources = [model, state, TensorDict.from_module(model), torch.nn.Linear(2, 1)]
+    for version, source in enumerate(sources):
+        path = saved.save(source, version)
+        found = named_weights(path)
+        expected = named_weights(source)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name])
+        tied = {name for name in expected if name not in found}
+        assert len(tied) <= 1
+        assert tied <= {"lm_head.weight", "model.embed_tokens.weight"}
+    assert saved.save(str(path), 9) == path
+    saved.keep(9)
+    assert path.exists()
+    assert saved.path(0) is None
+    assert not list(path.parent.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path):
+    class Broken(torch.nn.Module):
+        def save_pretrained(self, folder):
+            (folder / "model.safetensors").write_bytes(b"half")
+            raise OSError("disk full")
+
+    saved = SavedModels(tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        saved.save(Broken(), 1)
+    assert saved.path(1) is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: VLLMWeights("http://a", transport="gloo"), "transport must be"),
+        (lambda: VLLMWeights("http://a", pause="retract"), "pause must be"),
+        (lambda: SGLangWeights("http://a", pause="keep"), "pause must be"),
+        (lambda: SGLangWeights("http://a", timeout=0), "timeout must be positive"),
+        (lambda: SGLangWeights([]), "at least one server"),
+        (lambda: VLLMWeights("http://a", transport="nccl", lora_name="x"), "transport must be"),
+    ],
+)
+def test_bad_arguments_are_refused(make, error):
+    with pytest.raises(ValueError, match=error):
+        make()

@@ -1,0 +1,300 @@
+"""Several servers of one model: which one a request goes to, and which ones may take any.
+
+A conversation stays on the server that has its prefix. A server takes requests only while it answers
+and has the current weights. A request is stamped with a version that its server had when it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock, Thread
+from typing import Literal
+
+from torchrl_mt.engines.completions.prefixes import PrefixPlaces
+from torchrl_mt.http_client import AttemptError
+
+__all__ = ["Server", "Servers", "server_origins"]
+
+_PAUSE = 5.0
+"""Seconds after which a server that did not answer is tried again."""
+_GROUP_SLACK, _TURN_SLACK = 8, 16
+"""Open requests beyond twice the least at which a prompt leaves the server that knows its prefix: of a
+prompt that was sent before, and of one that goes on from an answer."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server, as far as requests have shown."""
+
+    origin: str
+    """Its address, without a path."""
+    running: int = 0
+    """Number of open requests."""
+    last: int = 0
+    """Number of the request that it was chosen for last."""
+    away_until: float = 0.0
+    """When to try it again; 0 while it answers."""
+    is_tried: bool = False
+    """Whether a request is finding out if it answers again."""
+    reason: str = ""
+    """Why it takes no requests."""
+    weights: Literal["current", "doubtful", "missed"] = "current"
+    """Whether it has the weights of the last update. A restart puts them in doubt."""
+    restored: Future[None] | None = field(default=None, repr=False)
+    """Done when it has loaded the weights that it lacked; ``None`` while it loads none."""
+
+
+def server_origins(urls: str | Iterable[str]) -> list[str]:
+    """Addresses of servers without ``/v1`` and the like.
+
+    Args:
+        urls: one address or several.
+
+    Raises:
+        ValueError: if there is none, one comes twice, or one is no HTTP address.
+        TypeError: if ``urls`` are no strings.
+
+    Examples:
+        >>> server_origins(["http://a:8000/v1", "http://b:8000"])
+        ['http://a:8000', 'http://b:8000']
+    """
+    given = [urls] if isinstance(urls, str) else list(urls)
+    origins = []
+    for url in given:
+        if not isinstance(url, str):
+            raise TypeError(f"base_url must be a string or a list of strings, got {url!r}.")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"base_url must begin with http:// or https://, got {url!r}: "
+                "for example 'http://localhost:8000/v1'."
+            )
+        url = url.rstrip("/").removesuffix("/v1/completions")
+        origins.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    if not origins or len(set(origins)) < len(origins):
+        raise ValueError(f"base_url must have at least one server, each once, got {given!r}.")
+    return origins
+
+
+class Servers:
+    """Chooses a server for each attempt of a request.
+
+    Requests go to the server that has their prefix, unless it is far busier than another; others to the
+    one with the fewest open requests, in turns. Servers that do not answer are left out for a while; if
+    none answers, the one that was left out first is tried.
+
+    Args:
+        origins: the servers' addresses.
+        bring_up: has a server load the weights of a version, or raises a RuntimeError; called with the
+            server's address, the version, and whether the server may have them already. ``None`` if
+            that is not possible.
+        pause: seconds for which a server that does not answer is left out.
+    """
+
+    def __init__(
+        self,
+        origins: Sequence[str],
+        *,
+        bring_up: Callable[[str, int, bool], object] | None = None,
+        pause: float = _PAUSE,
+    ) -> None:
+        self.all = [Server(origin) for origin in origins]
+        self.version = 0
+        """Version of the weights that servers have unless they missed an update."""
+        self._chosen = 0
+        self.moved = 0
+        """Number of prompts that left the server that had their prefix."""
+        self._bring_up = bring_up
+        self._pause = pause
+        self._places = PrefixPlaces[Server]()
+        self._lock = Lock()
+        self._held: Future[None] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait for the end of an update."""
+        return self._held is not None
+
+    @property
+    def live(self) -> int:
+        """Number of servers that take requests."""
+        return sum(not each.away_until and each.weights == "current" for each in self.all)
+
+    @asynccontextmanager
+    async def use(self, prompt: Sequence[int]) -> AsyncIterator[tuple[Server, int]]:
+        """Choose a server for one attempt, and learn from how it goes.
+
+        Args:
+            prompt: the tokens of the prompt.
+
+        Yields:
+            The server, and the version of its weights.
+
+        Raises:
+            AttemptError: if no server has the current weights.
+        """
+        server, version = await self._ready(prompt)
+        try:
+            yield server, version
+        except AttemptError as error:
+            with self._lock:
+                self._learn(server, version, error)
+            raise
+        else:
+            with self._lock:
+                server.away_until, server.reason = 0.0, ""
+        finally:
+            with self._lock:
+                server.running -= 1
+                server.is_tried = False
+
+    def remember(self, server: Server, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Remember that a server has a prompt and its answer."""
+        if len(self.all) > 1:
+            with self._lock:
+                self._places.add([*prompt, *answer], server, is_turn=True)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let no attempt begin meanwhile, while weights are updated."""
+        held: Future[None] = Future()
+        with self._lock:
+            self._held = held
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held = None
+            held.set_result(None)
+
+    def commit(self, version: int, missed: Iterable[str] = ()) -> None:
+        """Set the version that servers have after an update.
+
+        Args:
+            version: the new version.
+            missed: addresses of servers that failed. One that is unknown counts as all of them.
+        """
+        missed = set(missed)
+        unknown = missed - {server.origin for server in self.all}
+        with self._lock:
+            for server in self.all:
+                if unknown or server.origin in missed:
+                    server.weights, server.reason = "missed", "it missed an update of the weights"
+                else:
+                    server.weights, server.away_until, server.reason = "current", 0.0, ""
+            self.version = version
+
+    def doubt(self, server: Server, reason: str) -> None:
+        """Have a server load the current weights before it takes another request."""
+        with self._lock:
+            server.weights, server.reason = "missed", reason
+
+    async def _ready(self, prompt: Sequence[int]) -> tuple[Server, int]:
+        """Choose a server that has the current weights, once no update is under way."""
+        while True:
+            while (held := self._held) is not None:
+                await asyncio.shield(asyncio.wrap_future(held))
+            with self._lock:
+                if self._held is not None:
+                    continue
+                server = self._choose(prompt)
+                if server.weights == "current":
+                    return server, self.version
+                version = self.version
+            try:
+                await self._restore(server, version)
+            except AttemptError as error:
+                with self._lock:
+                    self._learn(server, version, error)
+                raise
+            finally:
+                with self._lock:
+                    server.running -= 1
+                    server.is_tried = False
+
+    async def _restore(self, server: Server, version: int) -> None:
+        """Have a server load the weights of a version, once for all requests that wait for it."""
+        with self._lock:
+            restored = server.restored
+            if restored is None:
+                restored = server.restored = Future()
+                run = partial(self._load, server, version, restored)
+                Thread(target=run, daemon=True, name="torchrl_mt-weights").start()
+        try:
+            await asyncio.shield(asyncio.wrap_future(restored))
+        except RuntimeError as error:
+            reason = f"it lacks the weights of version {version}: {error}"
+            raise AttemptError(reason, away=True) from error
+
+    def _load(self, server: Server, version: int, restored: Future[None]) -> None:
+        """Have a server load weights, in a thread of its own."""
+        failure: BaseException | None = None
+        try:
+            if self._bring_up is None:
+                raise RuntimeError("call update_weights")
+            self._bring_up(server.origin, version, server.weights == "doubtful")
+        except BaseException as error:
+            failure = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
+        with self._lock:
+            server.restored = None
+            if failure is None and version == self.version and self._held is None:
+                server.weights = "current"
+        if failure is None:
+            restored.set_result(None)
+        else:
+            restored.set_exception(failure)
+
+    def _choose(self, prompt: Sequence[int]) -> Server:
+        """Choose a server and count the request as open there."""
+        now = time.monotonic()
+        free = [
+            each
+            for each in self.all
+            if not each.away_until or (each.away_until <= now and not each.is_tried)
+        ]
+        if len(self.all) == 1:
+            chosen = self.all[0]
+        elif not free:
+            chosen = min(self.all, key=lambda each: each.away_until)
+        else:
+            chosen = self._by_prefix(prompt, free)
+            if prompt:
+                self._places.add(prompt, chosen, is_turn=False)
+        chosen.is_tried = bool(chosen.away_until)
+        chosen.running += 1
+        self._chosen += 1
+        chosen.last = self._chosen
+        return chosen
+
+    def _by_prefix(self, prompt: Sequence[int], free: Sequence[Server]) -> Server:
+        least = min(free, key=lambda each: (each.running, each.last))
+        found = self._places.find(prompt)
+        if found is None:
+            return least
+        server, is_turn = found
+        slack = _TURN_SLACK if is_turn else _GROUP_SLACK
+        if server in free and server.running <= 2 * least.running + slack:
+            return server
+        self.moved += is_turn
+        return least
+
+    def _learn(self, server: Server, version: int, error: AttemptError) -> None:
+        """Leave a server out that does not answer, and say whether another attempt follows at once."""
+        if error.away or error.timed_out:
+            server.away_until = time.monotonic() + self._pause
+            server.reason = str(error)
+            others = [each for each in self.all if not each.away_until]
+            error.at_once = error.away and bool(others)
+            if error.away and not others and len(self.all) > 1:
+                error.args = ("; ".join(f"{each.origin}: {each.reason}" for each in self.all),)
+        elif error.given_up and (
+            self._held is not None or version != self.version or server.weights != "current"
+        ):
+            error.at_once = True  # the server aborted it for an update, or lacks one
+        if error.refused and self.version and self._bring_up and server.weights == "current":
+            server.weights = "doubtful"

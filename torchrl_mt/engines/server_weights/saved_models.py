@@ -1,0 +1,154 @@
+"""Weights as folders of safetensors, one for each version: a folder is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.modules.llm import LLMWrapperBase
+
+from torchrl_mt.engines.adapters import merged_weights, peft_model, save_adapter
+from torchrl_mt.scoring.forward import unwrapped
+
+__all__ = ["SavedModels", "named_weights"]
+
+
+def named_weights(source: Any) -> dict[str, Tensor]:
+    """Get the tensors of a source by their names.
+
+    Args:
+        source: a model or a wrapper around one, a state dict, parameters in a TensorDict, or a folder of
+            safetensors. PEFT adapters are merged.
+
+    Raises:
+        TypeError: if ``source`` is none of these.
+        ValueError: if it has no tensors.
+
+    Examples:
+        >>> sorted(named_weights(torch.nn.Linear(2, 1)))
+        ['bias', 'weight']
+    """
+    source = _unwrapped(source)
+    if peft_model(source) is not None:
+        found: Mapping[Any, Any] = merged_weights(source)
+    elif isinstance(source, nn.Module):
+        found = source.state_dict()
+    elif isinstance(source, TensorDictBase):
+        found = dict(source.flatten_keys(".").items())
+    elif isinstance(source, Mapping):
+        found = source
+    elif isinstance(source, (str, Path)):
+        found = dict(_read_folder(Path(source)))
+    else:
+        raise TypeError(
+            "source must be a model, a state dict, a TensorDict of parameters or a folder of "
+            f"safetensors, got {type(source).__name__}."
+        )
+    if not found or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"source must hold tensors by name, got {type(source).__name__} without.")
+    return {str(name): value.detach() for name, value in found.items()}
+
+
+class SavedModels:
+    """Saves sources of updates in a folder each, and keeps those of the last version.
+
+    Args:
+        folder: where to make the folders; if ``None``, in a temporary folder that is removed at exit.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._temporary = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="torchrl_mt-weights-")
+            folder = self._temporary.name
+        self._folder = Path(folder).absolute()
+        self._paths: dict[int, tuple[Path, bool]] = {}
+        """Folder of each version, and whether it was made here."""
+
+    def path(self, version: int) -> Path | None:
+        """The folder of a version; ``None`` if it is not kept."""
+        return self._paths.get(version, (None, False))[0]
+
+    def save(self, source: Any, version: int, *, adapter: bool = False) -> Path:
+        """Save a source; a folder is taken as it is, and never deleted.
+
+        Args:
+            source: what :func:`named_weights` takes.
+            version: the version of the weights.
+            adapter: save the PEFT adapter alone.
+
+        Raises:
+            TypeError: if ``source`` is of no known kind.
+            ValueError: if it has no tensors, or a folder has no safetensors.
+            OSError: if it cannot be written.
+        """
+        if isinstance(source, (str, Path)):
+            path = Path(source).absolute()
+            if not any(path.glob("*.safetensors")):
+                raise ValueError(f"source must be a folder with safetensors, got {str(path)!r}.")
+            self._paths[version] = (path, False)
+            return path
+        path = self._folder / f"version-{version}"
+        with _whole(path) as part:
+            _write(_unwrapped(source), part, adapter)
+        self._paths[version] = (path, True)
+        return path
+
+    def keep(self, version: int) -> None:
+        """Delete the folders of all other versions that were made here."""
+        for other in [each for each in self._paths if each != version]:
+            path, is_own = self._paths.pop(other)
+            if is_own and path != self.path(version):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _unwrapped(source: Any) -> Any:
+    source = source.model if isinstance(source, LLMWrapperBase) else source
+    return unwrapped(source) if isinstance(source, nn.Module) else source
+
+
+def _write(source: Any, folder: Path, adapter: bool) -> None:
+    """Write a source as safetensors, with its configuration if it has one."""
+    if adapter:
+        folder.rmdir()
+        save_adapter(source, folder)
+        return
+    save = getattr(source, "save_pretrained", None)
+    if callable(save) and peft_model(source) is None:
+        save(folder)
+        return
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(
+        {name: tensor.contiguous() for name, tensor in named_weights(source).items()}, folder
+    )
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A new folder that gets its name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        shutil.rmtree(path, ignore_errors=True)
+        part.replace(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    for path in sorted(folder.glob("*.safetensors")):
+        yield from load_file(path).items()

@@ -1,0 +1,153 @@
+"""New weights for SGLang servers, by the endpoints that it has for training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torchrl_mt.checks import check_choice
+from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
+from torchrl_mt.engines.server_weights.process_group import free_port, open_torch_group
+
+__all__ = ["SGLangWeights"]
+
+_BUCKET_BYTES = 1 << 30
+"""Bytes that a server receives at once over a process group: it holds them beside its own weights."""
+
+
+class SGLangWeights(ServerWeights):
+    """Load new weights into SGLang servers, for ``CompletionsEngine(on_update=...)``.
+
+    A server is paused (``/pause_generation``), loads the weights and goes on
+    (``/continue_generation``). It also gets the version (``weight_version``), which its answers report.
+
+    - ``"disk"``: weights are saved as safetensors, and the server loads the folder
+      (``/update_weights_from_disk``). The folder of the update before is deleted.
+    - ``"nccl"``: weights are broadcast to the server's workers (``/update_weights_from_distributed``)
+      from a GPU of this process. ``"gloo"`` is for tests without GPUs.
+
+    Args:
+        urls: address of the server, or a list of several servers'.
+        transport: ``"disk"``, ``"nccl"`` or ``"gloo"``.
+        pause: what happens to open requests: ``"abort"`` has them sent again, ``"retract"`` computes
+            their cache again, so that they go on with the new weights.
+        folder: where weights are saved, in sight of the servers; a temporary folder if ``None``.
+        master_address: this process's address, in sight of the servers, for process groups.
+        api_key: sent as a bearer token.
+        timeout: seconds for one request to a server.
+
+    Raises:
+        ImportError: if httpx is not installed.
+        ValueError: if a value is out of range.
+
+    Examples:
+        >>> weights = SGLangWeights("http://localhost:30000", folder="/shared/weights")  # doctest: +SKIP
+        >>> engine = CompletionsEngine(  # doctest: +SKIP
+        ...     weights.urls, "Qwen/Qwen3-0.6B", tokenizer, api="sglang", on_update=weights
+        ... )
+        >>> collector.update_policy_weights_(model)  # doctest: +SKIP
+    """
+
+    reports_versions = True
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        transport: Literal["disk", "nccl", "gloo"] = "disk",
+        pause: Literal["abort", "retract"] = "abort",
+        folder: str | Path | None = None,
+        master_address: str = "127.0.0.1",
+        api_key: str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        check_choice("transport", transport, ("disk", "nccl", "gloo"))
+        check_choice("pause", pause, ("abort", "retract"))
+        super().__init__(
+            urls,
+            transport=transport,
+            pause=pause,
+            folder=folder,
+            master_address=master_address,
+            api_key=api_key,
+            timeout=timeout,
+        )
+
+    def _pause_server(self, url: str) -> None:
+        self._post(url, "/pause_generation", {"mode": self._pause})
+
+    def _resume_server(self, url: str) -> None:
+        self._post(url, "/continue_generation", {"torch_empty_cache": True})
+
+    def _load_folder(self, url: str, path: Path, version: int) -> None:
+        body = {"model_path": str(path), "flush_cache": True, "weight_version": str(version)}
+        self._update(url, "/update_weights_from_disk", body)
+
+    def _broadcast(self, url: str, weights: Mapping[str, Tensor], version: int) -> None:
+        group, name = self._group(url)
+        buckets = list(_buckets(weights))
+        with ThreadPoolExecutor(1) as thread:
+            for k, bucket in enumerate(buckets):
+                is_last = k == len(buckets) - 1
+                body = {
+                    "names": list(bucket),
+                    "dtypes": [
+                        str(value.dtype).removeprefix("torch.") for value in bucket.values()
+                    ],
+                    "shapes": [list(value.shape) for value in bucket.values()],
+                    "group_name": name,
+                    "flush_cache": is_last,
+                    **({"weight_version": str(version)} if is_last else {}),
+                }
+                # The server answers once it has received everything.
+                asked = thread.submit(self._update, url, "/update_weights_from_distributed", body)
+                group.send(bucket.values(), asked)
+
+    def _group(self, url: str) -> tuple[Any, str]:
+        """The process group with a server's workers, and its name there."""
+        if url not in self._groups:
+            info = self._get(url, "/get_server_info") or self._get(url, "/server_info") or {}
+            place: dict[str, Any] = {
+                "master_address": self._master_address,
+                "master_port": free_port(self._master_address),
+                "world_size": 1 + int(info.get("tp_size", 1)),
+                "backend": self._transport,
+            }
+            place["group_name"] = name = f"torchrl_mt-{place['master_port']}"
+            with ThreadPoolExecutor(1) as thread:
+                body = {**place, "rank_offset": 1}
+                asked = thread.submit(self._update, url, "/init_weights_update_group", body)
+                self._groups[url] = (open_torch_group(**place), name)
+                asked.result()
+        return self._groups[url]
+
+    def _update(self, url: str, path: str, body: dict[str, Any]) -> None:
+        """Post and check that the server succeeded."""
+        said = self._post(url, path, body)
+        if not (isinstance(said, Mapping) and said.get("success")):
+            raise ServerError(f"{path}: {said!r:.300}")
+
+    def _reported(self, url: str) -> str | None:
+        for path in ("/get_weight_version", "/get_model_info", "/model_info"):
+            said = self._get(url, path)
+            if said is not None and "weight_version" in said:
+                return str(said["weight_version"])
+        return None
+
+
+def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Cut weights into parts of a bounded size, or of one tensor."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, value in weights.items():
+        if bucket and size + value.nbytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = value
+        size += value.nbytes
+    if bucket:
+        yield bucket
