@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import queue
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NoReturn
+
+import cloudpickle
 
 __all__ = [
     "StaysInProcess",
     "copyable_error",
     "end_process",
     "pickle_argument",
+    "pickled",
     "pipe",
     "preload",
+    "send_all",
     "start_process",
 ]
 
@@ -84,6 +90,23 @@ class StaysInProcess:
         )
 
 
+def pickled(value: Any, *, with_main: bool = False) -> bytes:
+    """Pickle a value; functions and classes that no module has are pickled whole, tensors are copied.
+
+    Args:
+        value: the value.
+        with_main: pickle what the main module defines whole, too, for a process that has another one.
+
+    Examples:
+        >>> pickle.loads(pickled(lambda: 3))()
+        3
+    """
+    if not with_main:
+        with suppress(Exception):
+            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return cloudpickle.dumps(value)
+
+
 def copyable_error(error: BaseException) -> BaseException:
     """An error as another process can receive it: itself, or one with its text and traceback."""
     try:
@@ -98,6 +121,14 @@ def copyable_error(error: BaseException) -> BaseException:
 def pipe(duplex: bool = True) -> tuple[Connection, Connection]:
     """Make a pipe; without ``duplex``, the first end receives and the second one sends."""
     return _context.Pipe(duplex)
+
+
+def send_all(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Send messages until ``None`` comes, then an empty one as the end mark; for a thread."""
+    with suppress(OSError):
+        while (message := outbox.get()) is not None:
+            connection.send_bytes(message)
+        connection.send_bytes(b"")
 
 
 def start_process(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Signature, signature
 from typing import Any
@@ -143,3 +143,21 @@ def min_batch_size(wrapper: Any) -> int | None:
     No public attribute has it.
     """
     return getattr(wrapper, "_min_batch_size", None)
+
+
+# ---- Ray ----------------------------------------------------------------------------------------
+
+
+def hold_ray(init_config: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """Initialise Ray unless it is, as TorchRL's collectors and buffers do.
+
+    Args:
+        init_config: arguments of ``ray.init``.
+
+    Returns:
+        A function that gives Ray up. Ray is shut down if TorchRL or this function initialised it, and
+        nobody else holds it.
+    """
+    from torchrl._comm.ray_runtime import _RayRuntimeLease
+
+    return _RayRuntimeLease.acquire(dict(init_config or {})).release

@@ -6,6 +6,10 @@ from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.collector import MultiTurnCollector
 from torchrl_mt.collectors.context import EpisodeContext
+from torchrl_mt.collectors.distributed.collector import (
+    MultiProcessCollector,
+    RayMultiTurnCollector,
+)
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.items.curriculum import (
     Curriculum,
@@ -37,8 +41,10 @@ __all__ = [
     "ItemOrder",
     "LimitReached",
     "Limits",
+    "MultiProcessCollector",
     "MultiTurnCollector",
     "MultiTurnDataLoader",
+    "RayMultiTurnCollector",
     "SampleRatio",
     "StopReason",
     "SuccessRateCurriculum",

@@ -33,10 +33,10 @@ from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopTh
 from torchrl_mt.collectors.items.curriculum import Curriculum
 from torchrl_mt.collectors.items.items import Items
 from torchrl_mt.collectors.limits import Limits
-from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
+from torchrl_mt.collectors.playing.episode_player import EpisodePlayer, Player
 from torchrl_mt.collectors.playing.version_offset import VersionOffset
 from torchrl_mt.collectors.recorder import limits_of_play
-from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
+from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup, refusal_of
 from torchrl_mt.collectors.scheduling.groups import Group, GroupPlayer
 from torchrl_mt.collectors.scheduling.run_warnings import (
     CutWarning,
@@ -59,11 +59,10 @@ from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 from torchrl_mt.collectors.weight_receivers import check_scheme, receiving_model
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
-from torchrl_mt.engines import Engine, as_engine
+from torchrl_mt.engines import Engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import WatchedThread
-from torchrl_mt.vision import VisionProcessor
 
 if TYPE_CHECKING:
     from torchrl_mt.agents import Agent
@@ -213,7 +212,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         chat = from_keywords("chat", ChatOptions, chat, fields)
         agents = from_keywords("agents", AgentOptions, agents, fields)
         if fields:
-            raise TypeError(f"MultiTurnCollector has no argument {', '.join(sorted(fields))}.")
+            raise TypeError(f"{type(self).__name__} has no argument {', '.join(sorted(fields))}.")
         if yield_groups and failures.incomplete_groups == "keep":
             failures = replace(failures, incomplete_groups="drop")
         _require_sizes(
@@ -232,30 +231,28 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                     f"{name} must be a multiple of group_size={group_size}, got {episodes}."
                 )
         check_choice("staleness", staleness, get_args(StalenessRule))
-        vision = None if processor is None else VisionProcessor.of(processor)
-        with_tokenizer = vision.tokenizer if vision and tokenizer is None else tokenizer
-        self.engine = as_engine(policy, with_tokenizer)
+        self.limits = limits or Limits()
+        self.failures = failures
+        self._player: Player = self._make_player(
+            env,
+            policy,
+            limits=self.limits,
+            chat=chat,
+            tokenizer=tokenizer,
+            processor=processor,
+            accept=accept,
+            workflow_kwargs=workflow_kwargs,
+            env_workers=env_workers,
+            agents=agents,
+        )
+        self.engine = self._player.engine
         self._owns_engine = self.engine is not policy
         self.worker_idx = 0
         self._receivers: dict[str, WeightSyncScheme] = {}
         self._received: nn.Module | None = None
         """Copy of the engine's model that weight-sync schemes write to."""
         warn_of_settings(self.engine, episodes_per_batch, max_concurrency, max_staleness)
-        self.limits = limits or Limits()
-        self.failures = failures
-        self._player = EpisodePlayer(
-            env,
-            self.engine,
-            limits=self.limits,
-            chat=chat,
-            tokenizer=tokenizer,
-            accept=accept,
-            accept_group=accept_group,
-            workflow_kwargs=workflow_kwargs,
-            env_workers=env_workers,
-            agents=agents,
-            vision=vision,
-        )
+        self.accept_group = accept_group
         self._data, self._order = data, order
         self._items = Items(data, **asdict(order))
         self.episodes_per_batch = episodes_per_batch
@@ -294,6 +291,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._run = self._new_run()
         self._background: WatchedThread | None = None
         self._thread = LoopThread("torchrl_mt-rollout")
+
+    def _make_player(self, env: Any, policy: Any, **options: Any) -> Player:
+        """Make the player of the episodes, with its engine; options are those of the player."""
+        return EpisodePlayer(env, policy, **options)
 
     # Collecting
 
@@ -362,7 +363,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._counts.count("rejected"),
                 version=self.policy_version,
-                **({"refused": refused} if self._player.accept_group else {}),
+                **({"refused": refused} if self.accept_group else {}),
             )
         return sendable(batch) if self.replay_buffer is None else None
 
@@ -412,7 +413,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             concurrency=self.max_concurrency,
             counts=self._counts,
             traj_ids=self._ids.episodes,
-            refusal_of=self._player.refusal_of if self._player.accept_group else None,
+            refusal_of=self._refusal_of if self.accept_group else None,
         )
         scheduler = Scheduler(
             player,
@@ -436,6 +437,11 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         """Play an episode of the run and return its error, or ``None``."""
         # Not "async def": with any such method, Ray would run this class in an event loop.
         return self._player.failure_of(episode, self.sampling, expected)
+
+    def _refusal_of(self, episodes: list[Episode]) -> Coroutine[Any, Any, BaseException | None]:
+        """Why ``accept_group`` refuses a group's finished episodes, or ``None``."""
+        assert self.accept_group is not None
+        return refusal_of(self.accept_group, episodes)
 
     # Collecting in the background
 
@@ -531,7 +537,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             groups = self._in_loop(scheduler.gather(_ALL))
         finally:
             items.close()
-        episodes = [e for group in sorted(groups, key=lambda g: g.number) for e in group.episodes]
+        episodes = [e for group in sorted(groups, key=lambda g: g.ticket) for e in group.episodes]
         if not episodes:
             last = player.last_failure
             raise RuntimeError(
@@ -817,9 +823,13 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._counts.load(state_dict["counts"])
         if self.rate_limit is not None and "rate_limit" in state_dict:
             self.rate_limit.load_state_dict(state_dict["rate_limit"])
-        updates = state_dict["policy_version"] - self.engine.version
-        self._player.engine = VersionOffset(self.engine, updates) if updates > 0 else self.engine
+        self._continue_from(state_dict["policy_version"])
         self._run = self._new_run()
+
+    def _continue_from(self, version: int) -> None:
+        """Count weight versions from a saved one."""
+        updates = version - self.engine.version
+        self._player.engine = VersionOffset(self.engine, updates) if updates > 0 else self.engine
 
     def _stop_for(self, method: str) -> None:
         """Cancel the running episodes for a method that restarts the run."""
@@ -860,7 +870,9 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         for scheme in self._receivers.values():
             scheme.shutdown()
         self._items.close()
-        self._player.close()
+        self._player.close(
+            None if timeout is None else max(0.0, timeout + begin - time.monotonic())
+        )
         if self._owns_engine:
             self.engine.close()
         self._counts.reject_running(CANCELLED)
@@ -882,7 +894,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
 
     def __repr__(self) -> str:
         return (
-            f"MultiTurnCollector(episodes_per_batch={self.episodes_per_batch}, "
+            f"{type(self).__name__}(episodes_per_batch={self.episodes_per_batch}, "
             f"group_size={self.group_size}, limits={self.limits})"
         )
 

@@ -116,6 +116,8 @@ class Episode:
     shows_images: bool | None = None
     """Whether its turns may show images: if so, batches have ``("images", "new")``, if not, images are
     refused. ``None`` outside of a collector, where turns may and there is no such entry."""
+    oldest_elsewhere: int | None = field(default=None, repr=False, compare=False)
+    """Oldest weight version of its sampled tokens, as far as known, while it runs in another process."""
     calls: CallTimes = field(default_factory=CallTimes, repr=False, compare=False)
     """Running calls, and the seconds of past ones."""
     begun: float = field(default_factory=time.monotonic, repr=False, compare=False)
@@ -147,8 +149,10 @@ class Episode:
 
     def age(self, version: int) -> int | None:
         """Age of its oldest token in weight versions; ``None`` if none was sampled."""
-        versions = [turn.oldest for turn in self.turns if turn.oldest is not None]
-        return version - min(versions) if versions else None
+        found = [self.oldest_elsewhere, *(turn.oldest for turn in self.turns)]
+        versions = [oldest for oldest in found if oldest is not None]
+        # Tokens may be newer: workers load new weights before all have them and the version counts.
+        return max(version - min(versions), 0) if versions else None
 
     def parents(self) -> list[int]:
         """Parent of each turn, see :attr:`Turn.parent`; found by comparison if one is unknown."""

@@ -104,13 +104,13 @@ def test_a_run_that_refuses_everything_stops_and_may_go_on(engine, attempts, tri
         total_attempts=attempts,
         max_staleness=staleness,
     ) as collector:
-        collector._player.accept_group = refuse = lambda episodes: False
+        collector.accept_group = refuse = lambda episodes: False
         with pytest.raises(RuntimeError, match=f"refused {tried} of the {tried} groups"):
             next(collector.iterator())
         assert collector.stats()["groups/refused"] >= tried
         assert collector.stats()["running"] == 0 or staleness is not None
-        assert collector._player.accept_group is refuse
-        collector._player.accept_group = lambda episodes: True
+        assert collector.accept_group is refuse
+        collector.accept_group = lambda episodes: True
         assert len(next(collector.iterator())) == 4
 
 

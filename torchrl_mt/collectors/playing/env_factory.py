@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_workflow", "resolve"]
+__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_workflow", "named", "resolve"]
 
 Player: TypeAlias = "TextEnv | Workflow | Any"
 """An environment, a workflow (it has ``arun_episode``) or an agent (it has ``run``)."""
@@ -57,7 +57,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
         ImportError: if the name cannot be imported.
     """
     if isinstance(env, str):
-        env = _named(env)
+        env = named(env, "env")
     kwargs = dict(workflow_kwargs or {})
     if isinstance(env, type):
         if not (issubclass(env, (TextEnv, EnvBase)) or is_workflow(env) or is_agent(env)):
@@ -198,16 +198,16 @@ def _not_a_player(got: str) -> TypeError:
     )
 
 
-def _named(name: str) -> Any:
-    """Import the object that a string such as ``"package.module.Class"`` names."""
+def named(name: str, argument: str) -> Any:
+    """Import the object that an argument such as ``"package.module.Class"`` names."""
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name or not attribute:
-        raise ImportError(f'env must be named as "package.module.Class", got {name!r}.')
+        raise ImportError(f'{argument} must be named as "package.module.Class", got {name!r}.')
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ImportError(
-            f"env {name!r}: importing the module {module_name!r} failed: {type(error).__name__}: "
+            f"{argument} {name!r}: importing the module {module_name!r} failed: {type(error).__name__}: "
             f"{error}."
         ) from error
     try:
@@ -215,6 +215,6 @@ def _named(name: str) -> Any:
     except AttributeError:
         known = [key for key, value in vars(module).items() if inspect.isclass(value)]
         raise ImportError(
-            f"env {name!r}: the module {module_name!r} was imported, but has no {attribute!r}; its "
-            f"classes are {sorted(known)}."
+            f"{argument} {name!r}: the module {module_name!r} was imported, but has no {attribute!r}; "
+            f"its classes are {sorted(known)}."
         ) from None

@@ -32,6 +32,7 @@ from torchrl_mt.processes import (
     pickle_argument,
     pipe,
     preload,
+    send_all,
     start_process,
 )
 from torchrl_mt.threads import settle, start_daemon
@@ -139,7 +140,7 @@ class _Worker:
         """Error for every further call, once there is no process."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Sending and receiving may block.
-        start_daemon(_send, ours, self._outbox)
+        start_daemon(send_all, ours, self._outbox)
         start_daemon(self._receive, ours, self._outbox, self._process)
 
     async def call(self, env: int, method: str, *args: Any) -> Any:
@@ -210,14 +211,6 @@ class _Worker:
                 self._failure = gone
         for outcome in lost.values():
             settle(outcome, _raised_or_returned, True, gone)
-
-
-def _send(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Send calls until ``None`` comes, then the end mark."""
-    with contextlib.suppress(OSError):
-        while (sent := outbox.get()) is not None:
-            connection.send_bytes(sent)
-        connection.send_bytes(b"")
 
 
 def _raised_or_returned(failed: bool, value: Any) -> Any:

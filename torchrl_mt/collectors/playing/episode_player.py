@@ -5,13 +5,12 @@ Errors of an episode are returned, not raised, so they do not affect other episo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
@@ -22,48 +21,73 @@ from torchrl_mt.collectors.playing.dialogue import Dialogue
 from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
 from torchrl_mt.collectors.playing.play_episode import play_episode
-from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
 from torchrl_mt.collectors.settings import AgentOptions, ChatOptions
 from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
-from torchrl_mt.engines import Engine
+from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import call_user
 from torchrl_mt.vision import VisionProcessor
 
-__all__ = ["EpisodePlayer"]
+__all__ = ["EpisodePlayer", "Player"]
 
 _CHATS_KEPT = 64
 
 _logger = logging.getLogger("torchrl_mt")
 
 
+class Player(Protocol):
+    """Plays episodes, here or elsewhere."""
+
+    engine: Engine
+    """Samples the responses."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer, or ``None``."""
+        ...
+
+    async def failure_of(
+        self,
+        episode: Episode,
+        sampling: Mapping[str, Any],
+        expected: ExpectedEntries,
+        engine: Engine | None = None,
+    ) -> BaseException | None:
+        """Play an episode and return its error, or ``None``. What this raises ends the run."""
+        ...
+
+    def close(self, timeout: float | None = None) -> None:
+        """End what the player has started, within ``timeout`` seconds if given."""
+        ...
+
+
 class EpisodePlayer:
     """Plays episodes and returns their errors.
 
-    The arguments are those of :class:`~torchrl_mt.collectors.MultiTurnCollector`; ``engine`` is its
-    policy.
+    The arguments are those of :class:`~torchrl_mt.collectors.MultiTurnCollector`.
     """
 
     def __init__(
         self,
         env: TextEnv | Workflow | Any | type | str | Callable[[], Any],
-        engine: Engine,
+        policy: Engine | Any,
         *,
         limits: Limits,
         chat: ChatOptions,
         tokenizer: Any = None,
         accept: Callable[[TensorDictBase], Any] | None = None,
-        accept_group: AcceptGroup | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
         agents: AgentOptions | None = None,
-        vision: VisionProcessor | None = None,
+        processor: Any = None,
     ) -> None:
-        self.engine = engine
+        vision = None if processor is None else VisionProcessor.of(processor)
+        with_tokenizer = vision.tokenizer if vision and tokenizer is None else tokenizer
+        engine = as_engine(policy, with_tokenizer)
+        self.engine: Engine = engine
         self.limits = limits
         self.accept = accept
-        self.accept_group = accept_group
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
         self.vision = vision
         if vision is not None:
@@ -128,20 +152,8 @@ class EpisodePlayer:
             return error
         return None
 
-    async def refusal_of(self, episodes: Sequence[Episode]) -> BaseException | None:
-        """Apply ``accept_group`` to a group's finished episodes; return why it refuses, or ``None``."""
-        assert self.accept_group is not None
-        try:
-            ted = [episodes_to_tensordict([episode]) for episode in episodes]
-            accepted = await call_user(self.accept_group, ted)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            return error
-        return None if accepted else Rejected("group_not_accepted")
-
-    def close(self) -> None:
-        """End the processes of ``env_workers``."""
+    def close(self, timeout: float | None = None) -> None:
+        """End the processes of ``env_workers``; they take a few seconds at most."""
         if self._workers is not None:
             self._workers.close()
 

@@ -31,6 +31,10 @@ class VersionOffset:
         """Number of weight updates in all."""
         return self._offset + self._engine.version
 
+    @version.setter
+    def version(self, version: int) -> None:
+        self._offset = version - self._engine.version
+
     def update_weights(self, source: Any) -> int:
         """Update the engine's weights; return the new version."""
         return self._offset + self._engine.update_weights(source)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["AcceptGroup", "has_spread"]
+from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
+from torchrl_mt.collectors.workflow import Rejected
+from torchrl_mt.threads import call_user
+
+__all__ = ["AcceptGroup", "has_spread", "refusal_of"]
 
 AcceptGroup: TypeAlias = Callable[[Sequence[TensorDictBase]], Any]
 """Called with the episodes of a group in TED, ``[T]`` each; false refuses it. May be ``async``."""
@@ -43,3 +48,17 @@ def has_spread(episodes: Sequence[TensorDictBase]) -> bool:
     if not earned:
         return False
     return max(earned) - min(earned) > _TOLERANCE * max(1.0, *map(abs, earned))
+
+
+async def refusal_of(
+    accept_group: AcceptGroup, episodes: Sequence[Episode]
+) -> BaseException | None:
+    """Apply ``accept_group`` to a group's finished episodes; return why it refuses, or ``None``."""
+    try:
+        ted = [episodes_to_tensordict([episode]) for episode in episodes]
+        accepted = await call_user(accept_group, ted)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return error
+    return None if accepted else Rejected("group_not_accepted")

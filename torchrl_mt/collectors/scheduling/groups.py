@@ -17,10 +17,14 @@ from torchrl_mt.collectors.scheduling.failure_limits import FailureStreak
 from torchrl_mt.collectors.settings import FailurePolicy
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 
-__all__ = ["Group", "GroupPlayer"]
+__all__ = ["Group", "GroupPlayer", "Interrupted"]
 
 MOST_REFILLS = 16
 """Further attempts for a member with ``incomplete_groups="refill"``, after its retries."""
+
+
+class Interrupted(RuntimeError):
+    """An episode was interrupted by no fault of its own: its group's item is played again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,8 @@ class Group:
     """The reason why ``accept_group`` refused the group."""
     stale: bool = False
     """Whether the group was cancelled as stale."""
+    interrupted: Interrupted | None = None
+    """Why the group was interrupted, if it was."""
     requeued: bool = False
     """Whether its item is played again after an incomplete group."""
 
@@ -108,7 +114,8 @@ class GroupPlayer:
         """Wait for all members, or until one fails for good and the group need not be kept."""
         try:
             for member in asyncio.as_completed(members):
-                if not await member and self.failures.incomplete_groups != "keep":
+                finished = await member
+                if group.interrupted or not (finished or self.failures.incomplete_groups == "keep"):
                     return
             group.episodes.sort(key=lambda episode: episode.rank)
             if self._refusal_of is not None and group.episodes:
@@ -144,6 +151,10 @@ class GroupPlayer:
             group.started = [other for other in group.started if other is not episode]
             self.counts.fail(episode, error)
             self.last_failure = failure = error
+            if isinstance(error, Interrupted):
+                group.interrupted = error
+            if group.interrupted is not None:
+                return False
             # A requeued item that keeps failing must not end the run.
             if attempt >= retries and not group.requeued:
                 self.streak.add_failure(error)

@@ -14,7 +14,7 @@ from torchrl_mt.collectors.episode import episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
 from torchrl_mt.collectors.items.items import Items
 from torchrl_mt.collectors.scheduling.failure_limits import Requeues
-from torchrl_mt.collectors.scheduling.groups import Group, GroupPlayer
+from torchrl_mt.collectors.scheduling.groups import Group, GroupPlayer, Interrupted
 from torchrl_mt.collectors.scheduling.item_reader import ItemReader
 from torchrl_mt.collectors.scheduling.staleness import StalenessLimit
 
@@ -259,6 +259,8 @@ class Scheduler:
         elif (error := task.exception()) is not None:
             self._put_back(group, INCOMPLETE_GROUP)
             self._fail(error)
+        elif group.interrupted is not None:
+            self._play_interrupted_again(group, group.interrupted)
         elif group.refusal is not None:
             self._refuse(group, group.refusal)
         elif group.settled and group.episodes and whole:
@@ -280,6 +282,17 @@ class Scheduler:
         return self._incomplete == "requeue" and self._requeues.try_again(
             group.ticket, all_failed=not group.episodes
         )
+
+    def _play_interrupted_again(self, group: Group, error: Interrupted) -> None:
+        """Have the item of an interrupted group played again; end the run if that happens too often."""
+        self._put_back(group, type(error).__name__)
+        if not self._requeues.try_again(group.ticket, all_failed=True):
+            self._fail(
+                RuntimeError(
+                    f"an item was interrupted whenever it was played, the last time by {error} "
+                    f"Leave it out of the data if it is the cause: {str(group.item)[:200]}"
+                )
+            )
 
     def _refuse(self, group: Group, refusal: BaseException) -> None:
         """Reject a group that ``accept_group`` refused; end the run after ``total_attempts``."""

@@ -32,6 +32,8 @@ class CallTimes:
         self.seconds: dict[Kind, float] = {"engine": 0.0, "environment": 0.0}
         self.told = False
         """Whether a warning was logged that a call takes long."""
+        self.elsewhere: tuple[float, str] | None = None
+        """Since when the call runs that has run longest in another process, and its name."""
         self._under_way: dict[int, tuple[Kind, str, float]] = {}
         self._number = 0
         self._changed = time.monotonic()
@@ -55,6 +57,8 @@ class CallTimes:
         engine = [(since, what) for kind, what, since in calls if kind == "engine"]
         # A workflow's time counts from the engine's last answer.
         others = [(max(since, self._changed), what) for _, what, since in calls]
+        if self.elsewhere is not None:
+            others.append(self.elsewhere)
         since, what = min(engine or others, default=(time.monotonic(), ""))
         return max(time.monotonic() - since, 0.0) if what else 0.0, what
 

@@ -1,0 +1,255 @@
+"""What is decided in the collector's process, with workers in threads of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from tests.collectors.distributed.played import (
+    Picky,
+    SeededEngine,
+    Talk,
+    items,
+    ledger,
+    slow_engine,
+    weights,
+)
+from tests.waiting import wait_until
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors.distributed.workers import WorkersFailedError
+
+
+class ListBuffer(list):
+    """A buffer that keeps batches."""
+
+    extend = list.append
+
+
+OPTIONS = {"episodes_per_batch": 8, "group_size": 2, "cycle": False, "sampling": {"seed": 3}}
+
+
+def versions_are_right(batch):
+    """Weights of version ``v`` are ``v`` in these tests, and log-probs lie in ``[v - 1, v]``."""
+    for log_probs, versions in zip(
+        batch.get(("log_probs", "response"), as_list=True),
+        batch.get(("versions", "response"), as_list=True),
+        strict=True,
+    ):
+        assert ((log_probs <= versions) & (log_probs >= versions - 1)).all()
+
+
+def balanced(collector):
+    stats = collector.stats()
+    return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+
+
+def test_batches_are_those_of_one_process(in_threads):
+    options = {**OPTIONS, "limits": Limits(max_turns=2), "accept": lambda td: len(td) != 1}
+    with in_threads(Talk, SeededEngine, items(16), **options) as collector:
+        batches = list(collector)
+        stats = collector.stats()
+        loads = [handle.methods.count("play") for handle in in_threads.backends[-1].started]
+    with MultiTurnCollector(Talk, SeededEngine(), items(16), **options) as single:
+        expected = list(single)
+        for name in ("started", "accepted", "turns", "tokens"):
+            assert stats[name] == single.stats()[name]
+    assert ledger(batches) == ledger(expected)
+    assert min(loads) >= 8
+    assert stats["time/environment"] > 0
+
+
+def test_no_item_is_lost_or_doubled_when_workers_die(in_threads, tmp_path):
+    kills, unbalanced, done = 10, [], threading.Event()
+    flag = tmp_path / "all are killed"
+    data = [*items(24, sleep=0.005), {"k": 24, "wait_for": str(flag)}]
+    with in_threads(Talk, slow_engine, data, max_restarts=kills, **OPTIONS) as collector:
+
+        def watch():
+            while not done.is_set():
+                if not balanced(collector):
+                    unbalanced.append(collector.stats())
+
+        def destroy():
+            rng, started = random.Random(0), in_threads.backends[-1].started
+            for _ in range(kills):
+                wait_until(lambda: any(each.is_playing() for each in started))
+                time.sleep(0.01)
+                rng.choice([each for each in started if not each.ended.done()]).die()
+            flag.touch()
+
+        threads = [threading.Thread(target=each) for each in (watch, destroy)]
+        for thread in threads:
+            thread.start()
+        batches = list(collector)
+        threads[1].join()
+        done.set()
+        threads[0].join()
+        stats = collector.stats()
+    found = ledger(batches)
+    assert sorted(found) == [(k, member) for k in range(25) for member in range(2)]
+    assert all(len(found[k, member]) == 1 + k % 3 for k, member in found)
+    assert stats["accepted"] == 50
+    assert stats["rejected"] == stats["rejected/WorkerDied"] == stats["started"] - 50 > 0
+    assert not unbalanced
+
+
+def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
+    with in_threads(
+        Talk,
+        slow_engine,
+        items(64, turns=3),
+        **{**OPTIONS, "cycle": True},
+        max_staleness=2,
+    ) as collector:
+        iterator = iter(collector)
+        for version in range(6):
+            if version == 3:
+                in_threads.backends[-1].started[0].die()
+            assert collector.policy_version == version
+            batch = next(iterator)
+            versions_are_right(batch)
+            oldest = min(
+                int(each.min()) for each in batch.get(("versions", "response"), as_list=True)
+            )
+            assert version - 2 <= oldest <= version
+            collector.update_policy_weights_(weights(version + 1.0))
+        wait_until(lambda: len(in_threads.backends[-1].started) == 3)
+        collector.increment_version()
+        assert collector.policy_version == 7
+        again = in_threads.backends[-1].started[2]
+        wait_until(lambda: again.methods.count("play") > 0)
+    assert again.methods.index("restore") < again.methods.index("play")
+
+
+def test_running_episodes_that_become_too_old_are_cancelled(in_threads, tmp_path):
+    flag = tmp_path / "go"
+    data = [{"k": 0, "turns": 2, "wait_for": str(flag)}, *items(64, turns=1)]
+    options = {**OPTIONS, "cycle": True, "group_size": 1, "episodes_per_batch": 4}
+    with in_threads(Talk, SeededEngine, data, **options, max_staleness=1) as collector:
+        for version, _ in zip(range(4), collector, strict=False):
+            collector.update_policy_weights_(weights(version + 1.0))
+        wait_until(lambda: collector.stats().get("rejected/stale", 0) >= 1)
+        started = in_threads.backends[-1].started
+        assert sum(handle.methods.count("cancel") for handle in started) >= 1
+        flag.touch()
+
+
+def test_weights_that_no_engine_takes_count_nowhere(in_threads):
+    with in_threads(Talk, Picky, items(16), **OPTIONS) as collector:
+        collector.update_policy_weights_(weights(1.0))
+        with pytest.raises(ValueError, match="w must be positive"):
+            collector.update_policy_weights_(weights(-1.0))
+        assert collector.policy_version == 1
+        for batch in collector:
+            versions_are_right(batch)
+
+
+def test_on_update_sends_the_weights_elsewhere(in_threads):
+    seen = []
+    with in_threads(Talk, SeededEngine, items(4), on_update=seen.append, **OPTIONS) as collector:
+        given = weights(5.0)
+        collector.update_policy_weights_(given)
+        (batch,) = list(collector)
+        started = in_threads.backends[-1].started
+        assert not any("update" in handle.methods for handle in started)
+    assert seen == [given]
+    step = batch[0]
+    assert set(step["versions", "response"].tolist()) == {1}
+    assert (step["log_probs", "response"] <= 0).all()
+
+
+def test_each_worker_may_have_a_factory_of_its_own(in_threads):
+    with in_threads(Talk, [SeededEngine, Picky], items(4), **OPTIONS) as collector:
+        assert len(list(collector)) == 1
+        engines = [
+            type(each.host._worker._engine._engine) for each in in_threads.backends[-1].started
+        ]
+    assert set(engines) == {SeededEngine, Picky}
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(in_threads):
+    with in_threads(Talk, slow_engine, items(64, turns=20), max_restarts=2, **OPTIONS) as collector:
+        backend = in_threads.backends[-1]
+
+        def destroy():
+            for number in range(2, 5):
+                backend.started[-1].die()
+                wait_until(lambda number=number: len(backend.started) > number or number == 4)
+
+        thread = threading.Thread(target=destroy)
+        thread.start()
+        with pytest.raises(WorkersFailedError, match=r"died 3 times in a row.*max_restarts=2"):
+            list(collector)
+        thread.join()
+        assert balanced(collector)
+
+
+def test_evaluation_pause_and_states(in_threads):
+    with in_threads(Talk, SeededEngine, items(16), **OPTIONS) as collector:
+        evaluated = collector.evaluate([{"k": 40}, {"k": 41}], n=2)
+        assert [each["k"] for each in evaluated["data"]] == [40] * 4 + [41] * 6
+        assert collector.stats()["eval/accepted"] == 4
+        iterator = iter(collector)
+        first = next(iterator)
+        collector.update_policy_weights_(weights(1.0))
+        state = collector.state_dict()
+    with in_threads(Talk, SeededEngine, items(16), **OPTIONS) as collector:
+        collector.load_state_dict(state)
+        assert collector.policy_version == 1
+        rest = list(collector)
+        assert {int(v[0]) for b in rest for v in b.get(("versions", "response"), as_list=True)} == {
+            1
+        }
+    found = ledger([first, *rest])
+    assert sorted(found) == [(k, member) for k in range(16) for member in range(2)]
+
+
+def test_deaths_in_an_evaluation_keep_the_order(in_threads):
+    with in_threads(Talk, slow_engine, items(4), **OPTIONS) as collector:
+        killing = threading.Timer(0.05, in_threads.backends[-1].started[0].die)
+        killing.start()
+        evaluated = collector.evaluate(items(12, turns=6), n=2)
+        killing.join()
+    assert [each["k"] for each in evaluated["data"]] == [k for k in range(12) for _ in range(12)]
+
+
+def test_long_calls_are_seen(in_threads, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchrl_mt.collectors.distributed.player._WATCH_SECONDS", 0.01)
+    flag = tmp_path / "go"
+    with in_threads(
+        Talk, SeededEngine, items(4, wait_for=str(flag)), replay_buffer=ListBuffer(), **OPTIONS
+    ) as collector:
+        collector.start()
+        wait_until(lambda: collector.stats()["waiting/longest"] > 0.05)
+        flag.touch()
+        wait_until(lambda: collector.stats()["accepted"] == 8)
+
+
+def test_bad_data_leaves_no_workers(in_threads):
+    with pytest.raises(ValueError, match="data"):
+        in_threads(Talk, SeededEngine, [], **OPTIONS)
+    assert all(worker.ended.done() for worker in in_threads.backends[-1].started)
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "message"),
+    [
+        (SeededEngine(), {}, "policy_factory must be a function that makes an engine"),
+        (3, {}, "policy_factory must be a function .* got a int"),
+        ([SeededEngine], {}, "one for each of num_collectors=2, got 1"),
+        (SeededEngine, {"env": threading.Lock()}, "env is sent to the workers"),
+        (SeededEngine, {"port": 8000}, "port must be 0"),
+        (SeededEngine, {"num_collectors": 0}, "num_collectors"),
+        (SeededEngine, {"backend": "slurm"}, "backend"),
+        (SeededEngine, {"accepts": 1}, "has no argument accepts"),
+    ],
+)
+def test_bad_input_is_named(in_threads, policy, more, message):
+    options = {**OPTIONS, **more}
+    env = options.pop("env", Talk)
+    with pytest.raises((TypeError, ValueError), match=message):
+        in_threads(env, policy, items(2), **options)
+    assert not in_threads.backends

@@ -1,0 +1,1 @@
+"""Collectors whose episodes are played in other processes, on this machine or on others."""

@@ -1,0 +1,192 @@
+"""Collectors whose episodes are played in other processes.
+
+What is played, counted and delivered is decided in one place, as with one process: every item is given
+out once, and groups are whole. Only the playing is done elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+from torchrl_mt.checks import check_at_least, check_choice, check_positive_integer
+from torchrl_mt.collectors.collector import MultiTurnCollector
+from torchrl_mt.collectors.distributed.player import RemoteEngine, RemotePlayer, pickle_setup
+from torchrl_mt.collectors.distributed.process_backend import ProcessBackend
+from torchrl_mt.collectors.distributed.ray_backend import RayBackend
+from torchrl_mt.collectors.items.curriculum import Curriculum
+from torchrl_mt.collectors.playing.episode_player import Player
+
+__all__ = ["MultiProcessCollector", "RayMultiTurnCollector"]
+
+BackendName = Literal["ray", "process"]
+
+
+class RayMultiTurnCollector(MultiTurnCollector):
+    """A :class:`~torchrl_mt.collectors.MultiTurnCollector` whose episodes are played by Ray actors.
+
+    Each actor has an engine of its own, its environments and an event loop. Items, groups, retries,
+    staleness, counts, batches and the replay buffer stay in this process, so all that is said of
+    :class:`~torchrl_mt.collectors.MultiTurnCollector` holds. The members of a group are played by one
+    actor, for the sake of prefix caches.
+
+    New weights are sent once and read by all actors. :meth:`update_policy_weights_` returns when every
+    actor has them. Tokens have the version of the weights that sampled them.
+
+    An actor that dies is started again, with the last weights. Its episodes are rejected
+    (``rejected/WorkerDied``), and the items of their groups are played again, whatever ``failures``
+    says.
+
+    Args:
+        env: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It is pickled, with
+            ``cloudpickle`` where needed.
+        policy_factory: a function without arguments that makes an engine or a TorchRL LLM wrapper, or
+            its name as ``"package.module.function"``. Every actor calls it once. Or a list of one for
+            each actor, such as one for each GPU.
+        data: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It stays in this process; items
+            are sent.
+        num_collectors: number of actors.
+        remote_configs: options of ``ray.remote`` for all actors, such as ``{"num_gpus": 1}``, or a list
+            of one for each.
+        ray_init_config: arguments of ``ray.init``, if Ray is not initialised. It is then shut down with
+            the last of TorchRL's and this package's collectors and buffers that use it.
+        backend: ``"ray"``, or ``"process"`` for processes on this machine.
+        on_update: for sampling servers that the actors share: called in this process with new weights,
+            instead of sending them; the actors' engines count the update. May be ``async``.
+        max_restarts: number of times in a row that an actor is started again without having finished an
+            episode. The next death ends the run.
+        **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
+            ``episodes_per_batch`` and ``replay_buffer`` (also TorchRL's ``RayReplayBuffer``). ``accept``
+            is called by the actors, ``accept_group`` and ``postproc`` in this process.
+
+    Raises:
+        TypeError: if ``policy_factory`` is no function, or an argument cannot be pickled.
+        ValueError: if a number is out of range, ``backend`` is unknown, or ``port`` is given.
+        ImportError: if Ray is not installed.
+        Exception: the error of ``policy_factory``; the cause is its traceback in the actor.
+
+    Examples:
+        >>> def make_engine():
+        ...     model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16").cuda()
+        ...     return TransformersEngine(model, AutoTokenizer.from_pretrained(NAME))
+        >>> collector = RayMultiTurnCollector(  # doctest: +SKIP
+        ...     GuessNumber(16, turns=5),
+        ...     make_engine,
+        ...     num_collectors=4,
+        ...     remote_configs={"num_gpus": 1},
+        ...     episodes_per_batch=256,
+        ...     group_size=8,
+        ...     max_staleness=1,
+        ... )
+        >>> for batch in collector:  # doctest: +SKIP
+        ...     train(model, batch)
+        ...     collector.update_policy_weights_(model)
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        policy_factory: Callable[[], Any] | str | Sequence[Callable[[], Any] | str],
+        data: Iterable[Any] | Curriculum | None = None,
+        *,
+        num_collectors: int,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        backend: BackendName = "ray",
+        on_update: Callable[[Any], Any] | None = None,
+        max_restarts: int = 8,
+        **options: Any,
+    ) -> None:
+        check_positive_integer("num_collectors", num_collectors)
+        check_choice("backend", backend, get_args(BackendName))
+        check_at_least("max_restarts", max_restarts, 0)
+        self.num_collectors = num_collectors
+        self._make_backend: Any = ProcessBackend
+        if backend == "ray":
+            self._make_backend = partial(
+                RayBackend,
+                number=num_collectors,
+                remote_configs=remote_configs,
+                ray_init_config=ray_init_config,
+            )
+        self._of_workers: dict[str, Any] = {"max_restarts": max_restarts, "on_update": on_update}
+        try:
+            super().__init__(env, policy_factory, data, **options)
+        except BaseException:
+            if "_player" in vars(self):
+                self._player.close(0.0)
+            raise
+
+    def _make_player(self, env: Any, policy: Any, **options: Any) -> Player:
+        setup = pickle_setup(env, policy, self.num_collectors, **options)
+        return RemotePlayer(
+            partial(self._make_backend, setup),
+            self.num_collectors,
+            tokenizer=options["tokenizer"],
+            processor=options["processor"],
+            **self._of_workers,
+        )
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed as :meth:`MultiTurnCollector.set_seed` does, and the generators of the workers."""
+        following = super().set_seed(seed, static_seed)
+        assert isinstance(self._player, RemotePlayer)
+        self._player.workers.set_seed(seed)
+        return following
+
+    def _continue_from(self, version: int) -> None:
+        assert isinstance(self.engine, RemoteEngine)
+        if version > self.engine.version:
+            self.engine.count_from(version)
+
+
+class MultiProcessCollector(RayMultiTurnCollector):
+    """A :class:`~torchrl_mt.collectors.MultiTurnCollector` whose episodes are played in processes.
+
+    It is :class:`RayMultiTurnCollector` with processes on this machine in the place of actors, and needs
+    no Ray. The processes import the main module anew, so a script needs
+    ``if __name__ == "__main__":``. They end when this process does, even if it is killed.
+
+    Args:
+        env: see :class:`RayMultiTurnCollector`, also for the others.
+        policy_factory: makes the engine of each process.
+        data: the items.
+        num_collectors: number of processes.
+        on_update: called with new weights, instead of sending them.
+        max_restarts: number of times in a row that a process is started again.
+        **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`.
+
+    Raises:
+        TypeError: if ``policy_factory`` is no function, or an argument cannot be pickled.
+        ValueError: if a number is out of range, or ``port`` is given.
+        Exception: the error of ``policy_factory``; the cause is its traceback in the process.
+
+    Examples:
+        >>> if __name__ == "__main__":  # doctest: +SKIP
+        ...     collector = MultiProcessCollector(
+        ...         PlaysChess, make_engine, data, num_collectors=4, episodes_per_batch=256
+        ...     )
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        policy_factory: Callable[[], Any] | str | Sequence[Callable[[], Any] | str],
+        data: Iterable[Any] | Curriculum | None = None,
+        *,
+        num_collectors: int,
+        on_update: Callable[[Any], Any] | None = None,
+        max_restarts: int = 8,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            env,
+            policy_factory,
+            data,
+            num_collectors=num_collectors,
+            backend="process",
+            on_update=on_update,
+            max_restarts=max_restarts,
+            **options,
+        )

@@ -1,0 +1,143 @@
+"""What a collector and its workers send each other.
+
+The pickle of a played episode is linear in the length of its conversations: the prompts of a
+conversation share its tokens. Each image is in it once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_mt.collectors.episode import Episode, Turn
+from torchrl_mt.collectors.limits import StopReason
+from torchrl_mt.processes import copyable_error, pickled
+
+__all__ = ["Played", "Task", "WorkerTraceback", "answer", "failure", "read_answer", "read_failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An episode to play; the fields are those of :class:`~torchrl_mt.collectors.Episode`."""
+
+    data: Any
+    group: int
+    traj_id: int
+    rank: int
+    group_number: int
+    is_eval: bool
+    sampling: Mapping[str, Any]
+    """Arguments for the engine's ``generate``."""
+
+    @classmethod
+    def of(cls, episode: Episode, sampling: Mapping[str, Any]) -> Task:
+        """The task to play a new episode."""
+        return cls(
+            episode.data,
+            episode.group,
+            episode.traj_id,
+            episode.rank,
+            episode.group_number,
+            episode.is_eval,
+            sampling,
+        )
+
+    def episode(self) -> Episode:
+        """The episode to fill."""
+        return Episode(
+            self.data,
+            self.group,
+            self.traj_id,
+            rank=self.rank,
+            group_number=self.group_number,
+            is_eval=self.is_eval,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How an episode went."""
+
+    turns: list[Turn]
+    """Its turns; none if it failed."""
+    stop_reason: StopReason | None
+    entries: TensorDictBase | None
+    valid: bool | None
+    judged: bool
+    seconds: Mapping[Any, float]
+    """Seconds of its calls, by kind."""
+    error: bytes | None
+    """Why it failed, by :func:`failure`."""
+
+    @classmethod
+    def of(cls, episode: Episode, error: BaseException | None) -> Played:
+        """What an episode that ended has to tell."""
+        return cls(
+            [] if error is not None else episode.turns,
+            episode.stop_reason,
+            None if error is not None else episode.entries,
+            episode.valid,
+            episode.judged,
+            dict(episode.calls.seconds),
+            None if error is None else failure(error),
+        )
+
+    def enter(self, episode: Episode) -> None:
+        """Write it into the collector's record of the episode."""
+        episode.turns = self.turns
+        episode.stop_reason = self.stop_reason
+        episode.entries = self.entries
+        episode.valid = self.valid
+        episode.judged = self.judged
+        episode.oldest_elsewhere = episode.calls.elsewhere = None
+        episode.calls.seconds.update(self.seconds)
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an error in a worker, shown as the error's cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def failure(error: BaseException) -> bytes:
+    """An error and its traceback, to be sent."""
+    text = "".join(traceback.format_exception(error)).strip()
+    return pickled((copyable_error(error), text))
+
+
+def answer(value: Any) -> tuple[bool, bytes]:
+    """The answer to a call that returned ``value``."""
+    try:
+        return True, pickled(value)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        return False, failure(
+            TypeError(
+                "what an environment, a workflow or an engine puts into an episode is sent to the "
+                f"collector's process, but pickling it raised {what}"
+            )
+        )
+
+
+def read_answer(returned: bool, data: bytes) -> Any:
+    """The value that a call returned.
+
+    Raises:
+        Exception: the error of the call; its traceback in the worker is the cause.
+    """
+    if returned:
+        return pickle.loads(data)
+    raise read_failure(data)
+
+
+def read_failure(data: bytes) -> BaseException:
+    """The error of :func:`failure`, with its traceback in the worker as the cause."""
+    error, text = pickle.loads(data)
+    error.__cause__ = WorkerTraceback(text)
+    return error

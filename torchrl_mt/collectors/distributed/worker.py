@@ -1,0 +1,198 @@
+"""The worker's side: an engine of its own, and episodes played with it, in an event loop of its own.
+
+Every call gets one answer: a value, or an error as it was raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchrl_mt._hosts.peft import has_adapter_layers
+from torchrl_mt.collectors.distributed.messages import Played, Task, answer, failure
+from torchrl_mt.collectors.distributed.weights import PackedWeights, PickledWeights
+from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
+from torchrl_mt.collectors.playing.env_factory import named
+from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
+from torchrl_mt.collectors.playing.version_offset import VersionOffset
+from torchrl_mt.collectors.workflow_entries import ExpectedEntries
+from torchrl_mt.threads import call_in_thread
+
+__all__ = ["EpisodeWorker", "Report", "WorkerHost", "count_update"]
+
+Report = dict[int, tuple["int | None", float, str]]
+"""Of running episodes, by id: the oldest version of their tokens, seconds and name of the call that has
+run longest."""
+
+
+class EpisodeWorker:
+    """Plays episodes for a collector in another process. Its methods are called in its event loop.
+
+    Args:
+        policy_factory: makes the engine or the TorchRL LLM wrapper: a function, the name of one, or a
+            list of one for each worker.
+        index: number of this worker.
+        seed: seed of the random generators of this process.
+        **options: of the :class:`~torchrl_mt.collectors.playing.episode_player.EpisodePlayer`.
+    """
+
+    def __init__(self, policy_factory: Any, *, index: int, seed: int, **options: Any) -> None:
+        seed_generators(seed)
+        if isinstance(policy_factory, (list, tuple)):
+            policy_factory = policy_factory[index]
+        is_name = isinstance(policy_factory, str)
+        make = named(policy_factory, "policy_factory") if is_name else policy_factory
+        self._player = EpisodePlayer(options.pop("env"), make(), **options)
+        self._engine = VersionOffset(self._player.engine, 0)
+        self._player.engine = self._engine
+        self._running: dict[int, tuple[Episode, asyncio.Task[Any]]] = {}
+
+    async def facts(self) -> dict[str, Any]:
+        """What the collector must know of the engine."""
+        names = ("max_total_tokens", "max_new_tokens")
+        facts = {name: getattr(self._engine, name, None) for name in names}
+        model = getattr(self._engine, "model", None)
+        has_adapters = isinstance(model, nn.Module) and has_adapter_layers(model)
+        return {"version": self._engine.version, "has_adapters": has_adapters, **facts}
+
+    async def tokenizer(self) -> Any:
+        """The tokenizer that decodes the tokens."""
+        return self._player.tokenizer
+
+    async def play(self, task: Task) -> Played:
+        """Play an episode."""
+        episode = task.episode()
+        current = asyncio.current_task()
+        assert current is not None
+        self._running[task.traj_id] = (episode, current)
+        try:
+            error = await self._player.failure_of(episode, task.sampling, ExpectedEntries())
+        finally:
+            del self._running[task.traj_id]
+        return Played.of(episode, error)
+
+    async def cancel(self, traj_id: int) -> None:
+        """Cancel an episode if it runs."""
+        if traj_id in self._running:
+            self._running[traj_id][1].cancel()
+
+    async def report(self) -> Report:
+        """The running episodes."""
+        return {
+            traj_id: (
+                min((t.oldest for t in episode.turns if t.oldest is not None), default=None),
+                *episode.calls.longest(),
+            )
+            for traj_id, (episode, _) in self._running.items()
+        }
+
+    async def update(
+        self, version: int, *, shared: PackedWeights | PickledWeights | None = None
+    ) -> Report:
+        """Load weights, ``None`` if there are none to load, and count versions from ``version``."""
+        source = None if shared is None else shared.unpack()
+        await call_in_thread(self._engine.update_weights, source)
+        return await self.count_from(version)
+
+    async def count(self, version: int) -> Report:
+        """Count an update of the weights that was made elsewhere."""
+        await call_in_thread(count_update, self._engine)
+        return await self.count_from(version)
+
+    async def restore(
+        self, version: int, *, shared: PackedWeights | PickledWeights | None = None
+    ) -> None:
+        """Load the last weights, if any were sent, and count versions from ``version``."""
+        if shared is not None:
+            await self.update(version, shared=shared)
+        await self.count_from(version)
+
+    async def count_from(self, version: int) -> Report:
+        """Count versions from ``version``."""
+        self._engine.version = version
+        return await self.report()
+
+    async def seed(self, seed: int) -> None:
+        """Seed the random generators."""
+        seed_generators(seed)
+
+    def close(self) -> None:
+        """End what was started. Called outside of the event loop."""
+        self._player.close()
+        self._engine.close()
+
+
+def count_update(engine: Any) -> None:
+    """Count an update of an engine's weights that was made elsewhere."""
+    if hasattr(engine, "count_update"):
+        engine.count_update()
+    else:
+        engine.update_weights(None)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (environments of others draw from it)
+    torch.manual_seed(seed)
+
+
+class WorkerHost:
+    """A worker, its event loop, and the error of its making.
+
+    Args:
+        setup: arguments of :class:`EpisodeWorker`, pickled one by one.
+        index: its number.
+        seed: its seed.
+    """
+
+    def __init__(self, setup: Mapping[str, bytes], index: int, seed: int) -> None:
+        self._loop = LoopThread("torchrl_mt-worker")
+        self._worker: EpisodeWorker | None = None
+        self._error: BaseException | None = None
+        try:
+            self._worker = EpisodeWorker(**_unpickled(setup), index=index, seed=seed)
+        except BaseException as error:
+            self._error = error
+
+    def call(self, method: str, args: bytes, shared: Any) -> Future[tuple[bool, bytes]]:
+        """Call a method of the worker; the future holds the answer."""
+        return asyncio.run_coroutine_threadsafe(self._answer(method, args, shared), self._loop.loop)
+
+    async def _answer(self, method: str, args: bytes, shared: Any) -> tuple[bool, bytes]:
+        try:
+            if self._error is not None:
+                raise self._error
+            keywords = {} if shared is None else {"shared": shared}
+            return answer(await getattr(self._worker, method)(*pickle.loads(args), **keywords))
+        except BaseException as error:
+            return False, failure(error)
+
+    def close(self) -> None:
+        """Cancel the episodes and close their environments and the engine."""
+        self._loop.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _unpickled(setup: Mapping[str, bytes]) -> dict[str, Any]:
+    """Unpickle the arguments; errors name them."""
+    arguments = {}
+    for name, data in setup.items():
+        try:
+            arguments[name] = pickle.loads(data)
+        except Exception as error:
+            raise TypeError(
+                f"{name} was sent to a worker, but unpickling it there raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return arguments

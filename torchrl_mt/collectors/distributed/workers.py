@@ -1,0 +1,349 @@
+"""The workers of a collector: which one plays what, and what becomes of those that die.
+
+A worker that dies is started again, and has the last weights and their version before it plays. The
+members of a group are played by one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_mt.collectors.distributed.backend import Backend, Handle, WorkerDied
+from torchrl_mt.collectors.distributed.messages import Played, Task
+from torchrl_mt.collectors.distributed.worker import Report
+from torchrl_mt.engines.sampling import random_word
+from torchrl_mt.threads import start_daemon
+
+__all__ = ["Workers", "WorkersFailedError"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+_CLOSE_SECONDS = 15.0
+"""Seconds for the workers to close their environments and engines by default."""
+_LONGEST_PAUSE = 5.0
+"""Seconds between two starts of a worker that does not live."""
+
+
+class WorkersFailedError(RuntimeError):
+    """A worker died again and again."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a worker must have before it plays."""
+
+    version: int
+    shared: Any = None
+    """The last weights that were sent, as the backend put them; ``None`` before the first update."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """The place of a worker, and the worker in it."""
+
+    index: int
+    handle: Handle | None = None
+    """The worker, while it plays."""
+    ready: Future[Handle] = field(default_factory=Future)
+    """The worker, once it plays; or the error of its start."""
+    load: int = 0
+    """Its episodes."""
+    in_a_row: int = 0
+    """Deaths since it last finished an episode."""
+
+
+class Workers:
+    """Starts workers, and waits until all of them can play. Thread-safe.
+
+    Args:
+        backend: starts the workers; closed with them.
+        number: number of workers.
+        max_restarts: number of times in a row that a worker is started again without having finished an
+            episode.
+        seed: seed of the workers' generators, which differ.
+        on_report: called with what a worker reports of its episodes.
+
+    Raises:
+        Exception: the first error of a worker's start. Then none is left.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        number: int,
+        *,
+        max_restarts: int,
+        seed: int,
+        on_report: Callable[[Report], object],
+    ) -> None:
+        self._backend = backend
+        self._max_restarts = max_restarts
+        self._seed = seed
+        self._on_report = on_report
+        self._starts = itertools.count()
+        self._lock = threading.RLock()
+        self._updating = threading.Lock()
+        self._closed = False
+        self._failure: WorkersFailedError | None = None
+        self._handles: set[Handle] = set()
+        """All workers that have not ended, also those that do not play yet."""
+        self._weights: _Weights | None = None
+        """The last weights; ``None`` until the first worker has told its version."""
+        self._slots = [_Slot(index) for index in range(number)]
+        self._groups: dict[int, tuple[_Slot, int]] = {}
+        """Worker and number of the running members of each group."""
+        self.facts: dict[str, Any] = {}
+        """Facts of the workers' engines."""
+        atexit.register(self.close)  # Before multiprocessing's own, which waits for the processes.
+        try:
+            for slot in self._slots:
+                slot.ready.set_running_or_notify_cancel()
+                start_daemon(self._start_first, slot)
+            for slot in self._slots:
+                slot.ready.result()
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    @property
+    def version(self) -> int:
+        """Version of the last weights."""
+        assert self._weights is not None
+        return self._weights.version
+
+    # Episodes
+
+    async def play(self, task: Task) -> Played:
+        """Play an episode; cancelling this cancels the episode.
+
+        Raises:
+            WorkerDied: if its worker dies.
+            WorkersFailedError: if a worker died more than ``max_restarts`` times in a row.
+        """
+        slot = self._enter(task.group)
+        try:
+            # Not cancelled with the caller: the futures are marked as running.
+            worker = await asyncio.wrap_future(slot.ready)
+            playing = worker.call("play", task)
+            try:
+                played: Played = await asyncio.wrap_future(playing)
+            except asyncio.CancelledError:
+                worker.call("cancel", task.traj_id)
+                raise
+            except WorkerDied as error:
+                self._died(slot, worker, error)  # This may be the first sign of it.
+                raise
+        finally:
+            self._leave(task.group, slot)
+        if played.error is None:
+            slot.in_a_row = 0
+        return played
+
+    def _enter(self, group: int) -> _Slot:
+        """Choose the worker of an episode: its group's, else one with the fewest episodes."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            slot, members = self._groups.get(group, (None, 0))
+            if slot is None or slot.handle is None:
+                slot = min(self._slots, key=lambda each: (each.handle is None, each.load))
+            slot.load += 1
+            self._groups[group] = (slot, members + 1)
+            return slot
+
+    def _leave(self, group: int, slot: _Slot) -> None:
+        """An episode has ended."""
+        with self._lock:
+            slot.load -= 1
+            last, members = self._groups.pop(group)
+            if members > 1:
+                self._groups[group] = (last, members - 1)
+
+    def request_reports(self) -> None:
+        """Ask the workers for reports."""
+        for _, report in self._call_all("report"):
+            report.add_done_callback(self._take_report)
+
+    def _take_report(self, report: Future[Report]) -> None:
+        if report.exception() is None:
+            self._on_report(report.result())
+
+    # Weights
+
+    def update(self, source: Any) -> None:
+        """Have all workers load weights, and count the update.
+
+        Raises:
+            Exception: the error of the workers' engines, if none of them took the weights. Nothing is
+                counted then.
+        """
+        with self._updating:
+            shared = None if source is None else self._backend.put(source)
+            assert self._weights is not None
+            kept = self._weights.shared if shared is None else shared
+            self._broadcast("update", _Weights(self.version + 1, kept), shared)
+
+    def count_update(self) -> None:
+        """Have all workers count an update that was made elsewhere."""
+        with self._updating:
+            assert self._weights is not None
+            self._broadcast("count", _Weights(self.version + 1, self._weights.shared))
+
+    def count_from(self, version: int) -> None:
+        """Have all workers count versions from ``version``."""
+        with self._updating:
+            assert self._weights is not None
+            self._broadcast("count_from", _Weights(version, self._weights.shared))
+
+    def _broadcast(self, method: str, weights: _Weights, shared: Any = None) -> None:
+        """Call a method that changes the version in all workers that play.
+
+        Others load these weights before they play.
+        """
+        with self._lock:
+            before, self._weights = self._weights, weights
+            calls = self._call_all(method, weights.version, shared=shared)
+        wait([call for _, call in calls])
+        failed = [
+            (worker, error)
+            for worker, call in calls
+            if (error := call.exception()) is not None and not isinstance(error, WorkerDied)
+        ]
+        if failed and all(call.exception() is not None for _, call in calls):
+            with self._lock:
+                self._weights = before
+            raise failed[0][1]
+        for worker, error in failed:
+            _logger.warning(
+                "a worker could not change its weights and is started again.", exc_info=error
+            )
+            worker.end(0.0)
+        for _, call in calls:
+            self._take_report(call)
+
+    def _call_all(
+        self, method: str, *args: Any, shared: Any = None
+    ) -> list[tuple[Handle, Future[Any]]]:
+        """Call a method of every worker that plays."""
+        with self._lock:
+            playing = [slot.handle for slot in self._slots if slot.handle is not None]
+            return [(each, each.call(method, *args, shared=shared)) for each in playing]
+
+    # Single workers
+
+    def set_seed(self, seed: int) -> None:
+        """Seed the generators of the workers that play, each differently."""
+        with self._lock:
+            calls = [
+                slot.handle.call("seed", random_word(seed, slot.index))
+                for slot in self._slots
+                if slot.handle is not None
+            ]
+        wait(calls)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the workers."""
+        return self._slots[0].ready.result().call("tokenizer").result()
+
+    # Start and end
+
+    def _start(self, slot: _Slot) -> BaseException | None:
+        """Start a worker and let it play; returns why it does not start."""
+        worker: Handle | None = None
+        try:
+            worker = self._backend.start(slot.index, random_word(self._seed, next(self._starts)))
+            with self._lock:
+                self._check_open()
+                self._handles.add(worker)
+            facts = worker.call("facts").result()
+            loaded: _Weights | None = None
+            while True:
+                with self._lock:
+                    self._check_open()
+                    if self._weights is None:
+                        self._weights, self.facts = _Weights(facts["version"]), facts
+                    if loaded is self._weights:
+                        slot.handle = worker
+                        break
+                    loaded = self._weights
+                worker.call("restore", loaded.version, shared=loaded.shared).result()
+        except BaseException as error:
+            if worker is not None:
+                worker.end(0.0)
+                with self._lock:
+                    self._handles.discard(worker)
+            return error
+        slot.ready.set_result(worker)
+        worker.ended.add_done_callback(
+            lambda ended: self._died(slot, worker, ended.exception())  # type: ignore[arg-type]
+        )
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the collector was shut down.")
+
+    def _start_first(self, slot: _Slot) -> None:
+        """Start the first worker of a place."""
+        if (error := self._start(slot)) is not None:
+            slot.ready.set_exception(error)
+
+    def _died(self, slot: _Slot, worker: Handle, error: BaseException) -> None:
+        """Start a worker again that has died; call this once or more."""
+        with self._lock:
+            self._handles.discard(worker)
+            if self._closed or slot.handle is not worker:
+                return
+            slot.handle, slot.ready = None, Future()
+            slot.ready.set_running_or_notify_cancel()
+        _logger.warning("%s Its episodes are played again.", error)
+        start_daemon(self._start_again, slot, worker, error)
+
+    def _start_again(self, slot: _Slot, worker: Handle, error: BaseException | None) -> None:
+        """Start workers in the place of one until one plays, or until too many have died."""
+        worker.end(0.0)  # One that could not be reached may be alive.
+        while error is not None:
+            slot.in_a_row += 1
+            with self._lock:
+                if self._closed:
+                    slot.ready.set_exception(RuntimeError("the collector was shut down."))
+                    return
+                if slot.in_a_row > self._max_restarts:
+                    self._failure = WorkersFailedError(
+                        f"a worker died {slot.in_a_row} times in a row without a finished episode "
+                        f"(max_restarts={self._max_restarts}), the last time for "
+                        f"{type(error).__name__}: {error}"
+                    )
+                    self._failure.__cause__ = error
+                    slot.ready.set_exception(self._failure)
+                    return
+            if slot.in_a_row > 1:
+                time.sleep(min(0.1 * 2 ** (slot.in_a_row - 2), _LONGEST_PAUSE))
+            error = self._start(slot)
+
+    def close(self, seconds: float | None = None) -> None:
+        """End all workers; those that take more than ``seconds`` are killed.
+
+        Repeated calls do nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            workers = list(self._handles)
+        atexit.unregister(self.close)
+        deadline = time.monotonic() + (_CLOSE_SECONDS if seconds is None else seconds)
+        for worker in workers:
+            worker.ask_to_end()
+        for worker in workers:
+            worker.end(max(deadline - time.monotonic(), 0.0))
+        self._backend.close()
