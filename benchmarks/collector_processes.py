@@ -96,12 +96,14 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def measure(make: Any, env: type[TextEnv], seconds: float) -> tuple[float, float]:
     """Episodes per second after a first batch, and ms of CPU that each costs the collector's process."""
-    with make(env, episodes_per_batch=64, group_size=4, max_staleness=10**6) as collector:
+    options = {"episodes_per_batch": 64, "group_size": 4, "max_staleness": 4}
+    with make(env, staleness="admission", **options) as collector:
         batches = iter(collector)
         next(batches)
         begin, cpu, played = time.perf_counter(), time.process_time(), 0
         while (passed := time.perf_counter() - begin) < seconds:
             next(batches)
+            collector.increment_version()  # as after training, so that all are always busy
             played += 64
         return played / passed, (time.process_time() - cpu) / played * 1e3
 
