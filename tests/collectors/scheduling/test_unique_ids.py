@@ -177,6 +177,7 @@ def test_seeds_of_calls_do_not_follow_the_ids(make, engine):
     assert not set(begun) & set(following)
 
 
+@pytest.mark.slow
 def test_neither_a_seed_nor_a_fork_repeats_the_ids():
     found = []
     for _ in range(2):
