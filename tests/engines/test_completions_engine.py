@@ -18,7 +18,7 @@ from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError
-from torchrl_mt.engines.completions.api import MalformedAnswerError, parse_answer
+from torchrl_mt.engines.completions.api import MalformedAnswerError, max_model_len, parse_answer
 from torchrl_mt.engines.completions.servers import server_origins
 from torchrl_mt.envs import GuessNumber
 
@@ -548,6 +548,16 @@ def test_how_many_tokens_the_model_takes_is_asked_of_the_server(make, server, wh
     assert engine.max_total_tokens == 8
     assert make(max_total_tokens=5).max_total_tokens == 5
     assert server.asked_for_models == 1
+
+
+def test_an_adapter_has_the_limit_of_its_base_model():
+    base = {"id": "base", "max_model_len": 8, "parent": None}
+    adapter = {"id": "policy", "max_model_len": None, "parent": "base"}
+    other = {"id": "other", "max_model_len": 9}
+    assert max_model_len({"data": [other, base, adapter]}, "policy") == 8
+    assert max_model_len({"data": [base]}, "policy") == 8  # before it is loaded
+    assert max_model_len({"data": [other, base]}, "policy") is None
+    assert max_model_len({"data": [base, {**adapter, "parent": None}]}, "policy") is None
 
 
 @pytest.mark.parametrize("models", [None, {}, {"data": [{"id": "tiny"}]}, b"<html>", {"data": 3}])

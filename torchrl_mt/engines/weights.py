@@ -18,7 +18,7 @@ from torchrl_mt._hosts.peft import base_of, has_adapter_layers
 from torchrl_mt.engines.adapters import merged_weights, peft_model
 from torchrl_mt.ranks import is_dtensor, is_sharded
 
-__all__ = ["check_whole", "copy_weights", "fitting_weights", "hand_on"]
+__all__ = ["check_gathered", "check_whole", "copy_weights", "fitting_weights", "hand_on"]
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
@@ -48,7 +48,7 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
     """
     if isinstance(source, DistributedDataParallel):
         source = source.module
-    _check_gathered(source)
+    check_gathered(source)
     own = model.state_dict()
     adapted = peft_model(source)
     if isinstance(source, LLMWrapperBase):
@@ -127,8 +127,8 @@ def _adapter_advice(given: Iterable[str]) -> str:
     return ""
 
 
-def _check_gathered(source: Weights) -> None:
-    """Refuse weights of which each rank has a part."""
+def check_gathered(source: Weights) -> None:
+    """Refuse weights of which each rank has a part (``ValueError``)."""
     if isinstance(source, nn.Module):
         divided = is_sharded(source)
     elif isinstance(source, TensorDictBase):

@@ -57,17 +57,22 @@ def max_model_len(payload: Any, model: str) -> int | None:
         model: the model's name.
 
     Returns:
-        The limit in tokens; ``None`` if the server does not report it.
+        The limit in tokens; ``None`` if the server does not report it. An adapter has that of its base
+        model (``parent``); a model that is not listed yet, that of all models.
 
     Examples:
         >>> max_model_len({"data": [{"id": "tiny", "max_model_len": 4096}]}, "tiny")
         4096
     """
     models = payload.get("data") if isinstance(payload, Mapping) else None
-    for entry in models if isinstance(models, list) else []:
-        if isinstance(entry, Mapping) and entry.get("id") == model:
-            size = entry.get("max_model_len")
-            return size if isinstance(size, int) and size > 0 else None
+    listed = [x for x in models if isinstance(x, Mapping)] if isinstance(models, list) else []
+    entry = next((x for x in listed if x.get("id") == model), None)
+    # An adapter has its base model's limit, and is not listed before it is loaded.
+    base = listed if entry is None else [x for x in listed if x.get("id") == entry.get("parent")]
+    for asked in ([] if entry is None else [entry], base):
+        sizes = {x.get("max_model_len") for x in asked if isinstance(x.get("max_model_len"), int)}
+        if len(sizes) == 1 and (size := sizes.pop()) > 0:
+            return int(size)
     return None
 
 

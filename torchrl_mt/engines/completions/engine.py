@@ -238,7 +238,10 @@ class CompletionsEngine(StaysInProcess):
         self._on_update = on_update
         self._updating = threading.Lock()
         origins = server_origins(base_url)
-        bring_up = on_update.bring_up if isinstance(on_update, ServerWeights) else None
+        bring_up = None
+        if isinstance(on_update, ServerWeights):
+            on_update.check_engine(origins, model)
+            bring_up = on_update.bring_up
         self._servers = Servers(origins, bring_up=bring_up)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = HttpClient(

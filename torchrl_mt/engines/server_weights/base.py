@@ -122,6 +122,24 @@ class ServerWeights(ABC):
             if failed:
                 raise WeightUpdateError(updated, failed)
 
+    def check_engine(self, origins: Sequence[str], model: str) -> None:
+        """Refuse an engine that would sample with other weights than those of the updates.
+
+        Args:
+            origins: addresses of the engine's servers. All may be others than :attr:`urls`, such as that
+                of a router.
+            model: the name under which the engine asks for the model.
+
+        Raises:
+            ValueError: if a server of the engine gets no updates, or ``model`` is not what is updated.
+        """
+        missing = [url for url in origins if url not in self.urls]
+        if missing and (len(missing) < len(origins) or len(origins) > len(self.urls)):
+            raise ValueError(
+                f"on_update must update all servers of the engine, but it has {self.urls} and lacks "
+                f"{missing}: give both the same addresses."
+            )
+
     def bring_up(self, url: str, version: int, trust: bool = False) -> None:
         """Have one server load the weights of the last update again.
 

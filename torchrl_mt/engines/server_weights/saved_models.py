@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
+from transformers import PreTrainedModel
 
 from torchrl_mt.engines.adapters import merged_weights, peft_model, save_adapter
+from torchrl_mt.engines.weights import check_gathered
 from torchrl_mt.scoring.forward import unwrapped
 
 __all__ = ["SavedModels", "named_weights"]
@@ -30,7 +32,7 @@ def named_weights(source: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: if ``source`` is none of these.
-        ValueError: if it has no tensors.
+        ValueError: if it has no tensors, or they are divided among ranks.
 
     Examples:
         >>> sorted(named_weights(torch.nn.Linear(2, 1)))
@@ -42,7 +44,9 @@ def named_weights(source: Any) -> dict[str, Tensor]:
     elif isinstance(source, nn.Module):
         found = source.state_dict()
     elif isinstance(source, TensorDictBase):
-        found = dict(source.flatten_keys(".").items())
+        # TensorDict.from_module also lists buffers that are computed, not loaded.
+        flat = source.flatten_keys(".").items()
+        found = {name: value for name, value in flat if not name.endswith("inv_freq")}
     elif isinstance(source, Mapping):
         found = source
     elif isinstance(source, (str, Path)):
@@ -70,6 +74,8 @@ class SavedModels:
             self._temporary = tempfile.TemporaryDirectory(prefix="torchrl_mt-weights-")
             folder = self._temporary.name
         self._folder = Path(folder).absolute()
+        self._name = uuid.uuid4().hex[:8]
+        """Part of the folders' names: other runs and models may have the same ``folder``."""
         self._paths: dict[int, tuple[Path, bool]] = {}
         """Folder of each version, and whether it was made here."""
 
@@ -96,7 +102,7 @@ class SavedModels:
                 raise ValueError(f"source must be a folder with safetensors, got {str(path)!r}.")
             self._paths[version] = (path, False)
             return path
-        path = self._folder / f"version-{version}"
+        path = self._folder / f"version-{version}-{self._name}"
         with _whole(path) as part:
             _write(_unwrapped(source), part, adapter)
         self._paths[version] = (path, True)
@@ -112,6 +118,7 @@ class SavedModels:
 
 def _unwrapped(source: Any) -> Any:
     source = source.model if isinstance(source, LLMWrapperBase) else source
+    check_gathered(source)
     return unwrapped(source) if isinstance(source, nn.Module) else source
 
 
@@ -123,20 +130,33 @@ def _write(source: Any, folder: Path, adapter: bool) -> None:
         return
     save = getattr(source, "save_pretrained", None)
     if callable(save) and peft_model(source) is None:
-        save(folder)
+        own = isinstance(source, PreTrainedModel)
+        save(folder, **({"state_dict": _untied(source.state_dict())} if own else {}))
         return
     from huggingface_hub import save_torch_state_dict
 
-    save_torch_state_dict(
-        {name: tensor.contiguous() for name, tensor in named_weights(source).items()}, folder
-    )
+    save_torch_state_dict(_untied(named_weights(source)), folder)
+
+
+def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with others: of tied ones, only one name would be saved.
+
+    Some servers skip one of the names, and vLLM on a CPU has a copy of the head that it would not renew.
+    """
+    out: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, value in weights.items():
+        place = value.untyped_storage().data_ptr()
+        out[name] = value.clone() if place in storages else value.contiguous()
+        storages.add(place)
+    return out
 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A new folder that gets its name when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}-{os.getpid()}")
+    part = path.with_name(f".{path.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:

@@ -80,6 +80,15 @@ class VLLMWeights(ServerWeights):
         )
         self._lora_name = lora_name
 
+    def check_engine(self, origins: Sequence[str], model: str) -> None:
+        """Refuse other servers, and a ``model`` that is not the adapter."""
+        super().check_engine(origins, model)
+        if self._lora_name not in (None, model):
+            raise ValueError(
+                f"model must be the lora_name of on_update, {self._lora_name!r}, got {model!r}: requests "
+                "for another model are not sampled with the adapter."
+            )
+
     def _save(self, source: Any, version: int) -> Path:
         if self._lora_name is None:
             return super()._save(source, version)
