@@ -5,12 +5,19 @@ What they may not change is compared; a row stays the row that it was, whatever 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import (
+    NestedKey,
+    NonTensorData,
+    TensorDictBase,
+    is_leaf_nontensor,
+    is_tensor_collection,
+)
 from torch import Tensor
 
 from torchrl_mt.objectives.rows.batch import RowBatch
@@ -92,7 +99,7 @@ def _left(
     """Take what the functions may change into the maker's rows."""
     rows = batch.rows[shown[_ROW]]
     known = set(batch.with_default_keys().keys(True)) | {_ROW, _REWARD, EPISODE_SCORE}
-    for key in shown.keys(True, True):
+    for key in _entries(shown):
         if key not in known and key not in _MAY_CHANGE:
             rows.set(key, shown.get(key))
     valid = shown.get(ExperienceKeys.valid, None)
@@ -110,9 +117,9 @@ def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
     if not isinstance(result, TensorDictBase):
         kind = type(result).__name__
         raise TypeError(f"{name} must return the rows, a TensorDict of batch size [N], got {kind}.")
-    names = list(given.keys(True, True))
-    found = set(result.keys(True, True))
-    missing = [key for key in names if key not in found]
+    names = _entries(given)
+    found = set(_entries(result))
+    missing = [key for key in given.keys(True, True) if key not in found]
     if missing:
         raise ValueError(
             f"{name} must keep all entries of the rows, but {missing[:3]} are missing: change the rows "
@@ -135,13 +142,19 @@ def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
     result = result[order]
     same = given[torch.searchsorted(rows, result[_ROW])]
     for key in names:
-        value, before = result.get(key), same.get(key)
-        if key not in _MAY_CHANGE and isinstance(before, Tensor) and not _same(value, before):
+        if key not in found:  # Python objects get lost in ``rows.flip(0)`` and the like.
+            result.set(key, same.get(key))
+        elif key not in _MAY_CHANGE and not _same(result.get(key), same.get(key)):
             raise ValueError(
                 f"{name} must not change {key!r}: it may change {_REWARD!r}, 'valid' and "
                 f"{ExperienceKeys.weight!r}, drop rows and add entries."
             )
     _check_reward(name, result)
+    _check_weight(name, result, same)
+    try:
+        _valid(result)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
     return result
 
 
@@ -162,9 +175,48 @@ def _check_reward(name: str, rows: TensorDictBase) -> None:
         )
 
 
-def _same(one: object, other: Tensor) -> bool:
-    """Whether two tensors are equal; NaN equals NaN."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+def _check_weight(name: str, rows: TensorDictBase, before: TensorDictBase) -> None:
+    """Refuse weights that a function set, if they are of a wrong form or value."""
+    key, mask = ExperienceKeys.weight, rows[ExperienceKeys.assistant_mask]
+    weight = rows.get(key, None)
+    if weight is None or _same(weight, before.get(key, None)):
+        return
+    if not isinstance(weight, Tensor) or weight.shape not in (mask.shape[:1], mask.shape):
+        raise ValueError(
+            f"{name} must give {key!r} the shape {tuple(mask.shape[:1])} or {tuple(mask.shape)}, got "
+            f"{tuple(weight.shape)}."
+        )
+    counted = weight[mask] if weight.ndim == 2 else weight
+    if not bool((counted.isfinite() & (counted >= 0)).all()):
+        raise ValueError(f"{name} must give finite weights of 0 or more ({key!r}).")
+
+
+def _entries(rows: TensorDictBase) -> list[NestedKey]:
+    """Keys of all entries, those of Python objects included."""
+    return list(rows.keys(True, True, is_leaf=is_leaf_nontensor))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two entries are equal; NaN equals NaN."""
+    if isinstance(one, NonTensorData) and isinstance(other, NonTensorData):
+        return _equal(one.data, other.data)
+    if is_tensor_collection(one) and is_tensor_collection(other):
+        return all(map(_equal, one.tolist(), other.tolist()))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same_tensors(one, other)
+    return one is other
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two Python objects are equal, or of a kind of which copies never are."""
+    try:
+        return bool(one == other) or not bool(copy.deepcopy(other) == other)
+    except (RuntimeError, TypeError, ValueError):  # of arrays
+        return True
+
+
+def _same_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
