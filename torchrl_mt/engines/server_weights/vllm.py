@@ -85,8 +85,8 @@ class VLLMWeights(ServerWeights):
         super().check_engine(origins, model)
         if self._lora_name not in (None, model):
             raise ValueError(
-                f"model must be the lora_name of on_update, {self._lora_name!r}, got {model!r}: requests "
-                "for another model are not sampled with the adapter."
+                f"model must be the lora_name of on_update, {self._lora_name!r}, got {model!r}: "
+                "requests for another model are not sampled with the adapter."
             )
 
     def _save(self, source: Any, version: int) -> Path:
