@@ -18,6 +18,7 @@ from tests.objectives.conftest import make_model, make_rows
 from tests.rank_processes import needs_gloo
 from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.engines.weights import check_whole, fitting_weights
 from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
 from torchrl_mt.objectives.rewards.model import ModelReward
@@ -61,7 +62,7 @@ def test_scoring_leaves_a_model_divided(alone):
     assert all(map(is_dtensor, model.parameters()))
 
 
-def test_weights_that_are_divided_must_be_gathered(alone):
+def test_weights_that_are_divided_must_be_gathered(alone, tmp_path):
     own, model = make_model(), make_model(1)
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     assert fitting_weights(DistributedDataParallel(model), own).keys() == expected.keys()
@@ -69,6 +70,9 @@ def test_weights_that_are_divided_must_be_gathered(alone):
     for source in (model, model.state_dict()):
         with pytest.raises(ValueError, match=r"divided among ranks.*full_state_dict=True"):
             fitting_weights(source, own)
+        with pytest.raises(ValueError, match=r"divided among ranks.*full_state_dict=True"):
+            SavedModels(tmp_path).save(source, 1)
+    assert not list(tmp_path.iterdir())
     found = fitting_weights(get_model_state_dict(model, options=FULL), own)
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name])
