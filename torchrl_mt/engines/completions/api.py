@@ -70,9 +70,11 @@ def max_model_len(payload: Any, model: str) -> int | None:
     # An adapter has its base model's limit, and is not listed before it is loaded.
     base = listed if entry is None else [x for x in listed if x.get("id") == entry.get("parent")]
     for asked in ([] if entry is None else [entry], base):
-        sizes = {x.get("max_model_len") for x in asked if isinstance(x.get("max_model_len"), int)}
-        if len(sizes) == 1 and (size := sizes.pop()) > 0:
-            return int(size)
+        sizes = {
+            size for x in asked if isinstance(size := x.get("max_model_len"), int) and size > 0
+        }
+        if len(sizes) == 1:
+            return sizes.pop()
     return None
 
 

@@ -33,7 +33,7 @@ class VLLMWeights(ServerWeights):
         transport: ``"disk"`` or ``"nccl"``.
         pause: what happens to open requests: ``"abort"`` has them sent again, ``"wait"`` lets them end,
             ``"keep"`` freezes them, so that they go on with the new weights.
-        folder: where weights are saved, in sight of the servers; a temporary folder if ``None``, which is
+        folder: where weights are saved, in sight of the servers; a temporary folder if ``None``,
             removed at exit. An adapter must stay: vLLM may read it again at any request, and dies if
             it is gone.
         lora_name: name of a LoRA adapter, which is then the engine's ``model``. Sources are PEFT models
