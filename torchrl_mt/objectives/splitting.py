@@ -160,4 +160,7 @@ def _lightest_first(sizes: list[int], num_parts: int) -> list[int]:
 
 def _take(rows: TensorDictBase, index: Tensor) -> TensorDictBase:
     """Select rows; images and other shared entries follow."""
+    if not len(index):
+        # An index without elements fails for columns of Python objects, and so does any of none.
+        return rows[:0] if len(rows) else rows.copy()
     return rows[index.to(rows.device)] if rows.device is not None else rows[index]
