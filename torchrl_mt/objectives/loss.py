@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrl.objectives import LossModule
 
 from torchrl_mt._hosts.torchrl import loss_mask_keys
@@ -151,7 +152,8 @@ class MultiTurnLoss(LossModule):
             ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
             ``correction`` is given to an objective that compares no policies, like ``"sft"``;
             ``clip_epsilon`` to an objective that has no bounds or has them bound already;
-            ``freeze_vision`` with an actor that has no vision tower; or both objective and correction
+            ``freeze_vision`` with an actor that has no vision tower, or after DistributedDataParallel
+            wrapped one that is trained; or both objective and correction
             weight by the ratio to the sampler.
         TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
             ``objective`` or ``correction`` neither a name nor a function.
@@ -479,5 +481,15 @@ def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:
             "freeze_vision=True needs an actor with a vision tower, a submodule 'visual' or "
             f"'vision_tower', got {type(actor).__name__}; leave it out for a model of text."
         )
-    for tower in towers + ([] if critic is None else vision_towers(critic)):
+    if critic is not None:
+        towers += vision_towers(critic)
+    wrapped = [m for m in (actor, critic) if isinstance(m, DistributedDataParallel)]
+    late = [m for m in wrapped if not m.find_unused_parameters]
+    if any(p.requires_grad for m in late for tower in vision_towers(m) for p in tower.parameters()):
+        raise ValueError(
+            "freeze_vision=True comes too late for a model that DistributedDataParallel wraps, which "
+            "would wait for gradients of the vision tower and exchange none: freeze it before wrapping "
+            "the model, model.model.visual.requires_grad_(False) (vision_tower in LLaVA)."
+        )
+    for tower in towers:
         tower.requires_grad_(False)
