@@ -304,6 +304,13 @@ def refusals(rank):
             same = one.keys() == other.keys()
             same &= all(torch.equal(one[k].nan_to_num(), other[k].nan_to_num()) for k in one)
             found[name] = type(error).__name__, str(error), same
+    loss, rows = MultiTurnLoss(model, objective="sft"), make_rows()
+    rows = rows.exclude("masks") if rank == 1 else rows
+    for name, call in (("total", loss.total), ("micro-batches", micro_batches)):
+        try:
+            call(rows, process_group=world)
+        except Exception as error:
+            found[name] = type(error).__name__, str(error), True
     return found
 
 
@@ -392,12 +399,14 @@ def test_a_divided_output_layer_computes_no_whole_logits(found, name):
         ("reward", "RewardError: .*the server is down", "RuntimeError: rank 1 failed.*is down"),
         ("another entry", "ValueError: .*same entries.*other", "ValueError: .*same entries.*other"),
         ("torn", "ValueError: .*whole episodes.*0 and 1", "ValueError: .*whole episodes.*0 and 1"),
+        ("total", "KeyError: .*masks", "RuntimeError: rank 1 failed.*masks"),
+        ("micro-batches", "KeyError: .*masks", "RuntimeError: rank 1 failed.*masks"),
     ],
 )
 def test_bad_rows_on_one_rank_stop_all_and_change_nothing(found, name, said, elsewhere):
     for rank, of_rank in enumerate(found):
         kind, message, same = of_rank["refusals"][name]
-        expected = said if rank == BAD[name][0] else elsewhere
+        expected = said if rank == BAD.get(name, (1,))[0] else elsewhere
         assert re.match(expected, f"{kind}: {message}", re.DOTALL)
         assert same
 

@@ -58,7 +58,7 @@ from torchrl_mt.objectives.metrics import (
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
-from torchrl_mt.ranks import check_process_group, gather
+from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
@@ -356,8 +356,19 @@ class MultiTurnLoss(LossModule):
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together.
             TypeError: If ``process_group`` is no process group.
+            RuntimeError: If this happens on another rank of ``process_group``.
         """
         check_process_group(process_group)
+        if process_group is None:
+            return self._total(tensordict)
+        totals = call_on_all(lambda: self._total(tensordict).cpu(), process_group)
+        device = read_entry(
+            tensordict, self.tensor_keys.attention_mask, ExperienceKeys.attention_mask
+        ).device
+        return merge_totals(*totals).to(device)
+
+    def _total(self, tensordict: TensorDictBase) -> Tensor:
+        """Compute the divisor of the rows of this process."""
         keys = self.tensor_keys
         mask = counted_tokens(
             tensordict,
@@ -370,10 +381,7 @@ class MultiTurnLoss(LossModule):
         if self.aggregation == "prompt_mean":
             group = read_entry(tensordict, keys.group, ExperienceKeys.group)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
-        total = aggregation_total(mask, self.aggregation, group=group)
-        if process_group is None:
-            return total
-        return merge_totals(*gather(total.cpu(), process_group)).to(total.device)
+        return aggregation_total(mask, self.aggregation, group=group)
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None
