@@ -26,7 +26,7 @@ from torchrl_mt.objectives import (
     micro_batches,
 )
 from torchrl_mt.objectives.functional import RewardNormalizer
-from torchrl_mt.ranks import is_dtensor
+from torchrl_mt.ranks import is_dtensor, most
 from torchrl_mt.scoring import output_head
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
@@ -342,8 +342,19 @@ BAD = {
 """Which rank has bad rows, what spoils them, and the maker's options."""
 
 
+def most_of_own_ranks(rank):
+    """The largest count on the ranks of a model that is divided among this one alone."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("models", "ranks"))["ranks"]
+    model = fully_shard(make_model(), mesh=mesh)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]))
+    gathered = not any(map(is_dtensor, model.parameters()))
+    return gathered, most(10 + rank, model)
+
+
 def work(rank):
     return {
+        "most": most_of_own_ranks(rank),
         "gradients": gradient_errors(rank),
         "experience": experience_errors(rank),
         "heads": head_errors(rank),
@@ -409,6 +420,12 @@ def test_bad_rows_on_one_rank_stop_all_and_change_nothing(found, name, said, els
         expected = said if rank == BAD.get(name, (1,))[0] else elsewhere
         assert re.match(expected, f"{kind}: {message}", re.DOTALL)
         assert same
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_ranks_that_hold_another_model_are_not_asked(found):
+    assert [of_rank["most"] for of_rank in found] == [(True, 10), (True, 11)]
 
 
 if __name__ == "__main__":
