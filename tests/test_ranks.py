@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -14,10 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.adapters import lora, stirred
 from tests.objectives.conftest import make_model, make_rows
+from tests.objectives.test_images import value_model
 from tests.rank_processes import needs_gloo
+from tests.scoring.vision_rows import vl_model
 from torchrl_mt.datasets import RunCheckpoint
-from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines import (
+    TransformersEngine,
+    adapter_weights,
+    merged_weights,
+    save_adapter,
+)
 from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.engines.weights import check_whole, fitting_weights
 from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
@@ -116,6 +127,35 @@ def test_a_checkpoint_takes_whole_states_of_a_divided_model(alone, tmp_path):
     assert torch.equal(again.weight.full_tensor(), model.weight.full_tensor())
     one, two = (o.state_dict()["state"][0]["exp_avg"].full_tensor() for o in (optimizer, other))
     assert torch.equal(one, two)
+
+
+def test_an_adapter_that_is_divided_must_be_gathered(alone, tmp_path):
+    actor = lora(make_model())
+    served = copy.deepcopy(actor)
+    expected = merged_weights(actor)
+    divided = fully_shard(actor)
+    save = partial(save_adapter, folder=tmp_path / "adapter")
+    for call in (merged_weights, adapter_weights, save):
+        with pytest.raises(ValueError, match=r"divided among ranks.*copy of the PEFT model"):
+            call(divided)
+    weights = get_model_state_dict(divided, options=FULL)
+    with pytest.raises(ValueError, match="a whole copy"):
+        fitting_weights(weights, make_model())
+    stirred(served)
+    served.load_state_dict(weights)
+    for name, weight in fitting_weights(served, make_model()).items():
+        assert torch.equal(weight, expected[name])
+
+
+def test_a_tower_is_not_frozen_behind_the_back_of_ddp(alone):
+    model, _ = vl_model("qwen2_vl")
+    critic = DistributedDataParallel(value_model(model))
+    for options in ({"actor": DistributedDataParallel(model)}, {"actor": model, "critic": critic}):
+        with pytest.raises(ValueError, match="freeze_vision=True comes too late"):
+            MultiTurnLoss(freeze_vision=True, **options)
+    assert all(p.requires_grad for p in model.parameters())
+    model.model.visual.requires_grad_(False)
+    MultiTurnLoss(DistributedDataParallel(model), freeze_vision=True)
 
 
 def test_a_group_of_one_changes_nothing(alone):

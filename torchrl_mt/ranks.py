@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from torchrl_mt._hosts.torch import fsdp_meshes
+
 T = TypeVar("T")
 
 
@@ -93,9 +95,7 @@ def most(count: int, model: nn.Module) -> int:
     meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}  # type: ignore[attr-defined]
     if not meshes:
         # All parameters are gathered at the moment.
-        world = distributed.group.WORLD
-        assert world is not None
-        return max(gather(count, world))
+        meshes = {mesh for module in _sharded_modules(model) for mesh in fsdp_meshes(module)}
     for mesh in sorted(meshes, key=str):
         found = torch.tensor(count, device=mesh.device_type)
         for axis in range(mesh.ndim):

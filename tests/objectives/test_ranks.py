@@ -26,7 +26,7 @@ from torchrl_mt.objectives import (
     micro_batches,
 )
 from torchrl_mt.objectives.functional import RewardNormalizer
-from torchrl_mt.ranks import is_dtensor
+from torchrl_mt.ranks import is_dtensor, most
 from torchrl_mt.scoring import output_head
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
@@ -304,6 +304,13 @@ def refusals(rank):
             same = one.keys() == other.keys()
             same &= all(torch.equal(one[k].nan_to_num(), other[k].nan_to_num()) for k in one)
             found[name] = type(error).__name__, str(error), same
+    loss, rows = MultiTurnLoss(model, objective="sft"), make_rows()
+    rows = rows.exclude("masks") if rank == 1 else rows
+    for name, call in (("total", loss.total), ("micro-batches", micro_batches)):
+        try:
+            call(rows, process_group=world)
+        except Exception as error:
+            found[name] = type(error).__name__, str(error), True
     return found
 
 
@@ -335,8 +342,19 @@ BAD = {
 """Which rank has bad rows, what spoils them, and the maker's options."""
 
 
+def most_of_own_ranks(rank):
+    """The largest count on the ranks of a model that is divided among this one alone."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("models", "ranks"))["ranks"]
+    model = fully_shard(make_model(), mesh=mesh)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]))
+    gathered = not any(map(is_dtensor, model.parameters()))
+    return gathered, most(10 + rank, model)
+
+
 def work(rank):
     return {
+        "most": most_of_own_ranks(rank),
         "gradients": gradient_errors(rank),
         "experience": experience_errors(rank),
         "heads": head_errors(rank),
@@ -392,14 +410,22 @@ def test_a_divided_output_layer_computes_no_whole_logits(found, name):
         ("reward", "RewardError: .*the server is down", "RuntimeError: rank 1 failed.*is down"),
         ("another entry", "ValueError: .*same entries.*other", "ValueError: .*same entries.*other"),
         ("torn", "ValueError: .*whole episodes.*0 and 1", "ValueError: .*whole episodes.*0 and 1"),
+        ("total", "KeyError: .*masks", "RuntimeError: rank 1 failed.*masks"),
+        ("micro-batches", "KeyError: .*masks", "RuntimeError: rank 1 failed.*masks"),
     ],
 )
 def test_bad_rows_on_one_rank_stop_all_and_change_nothing(found, name, said, elsewhere):
     for rank, of_rank in enumerate(found):
         kind, message, same = of_rank["refusals"][name]
-        expected = said if rank == BAD[name][0] else elsewhere
+        expected = said if rank == BAD.get(name, (1,))[0] else elsewhere
         assert re.match(expected, f"{kind}: {message}", re.DOTALL)
         assert same
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_ranks_that_hold_another_model_are_not_asked(found):
+    assert [of_rank["most"] for of_rank in found] == [(True, 10), (True, 11)]
 
 
 if __name__ == "__main__":

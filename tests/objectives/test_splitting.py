@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from tests.scoring.vision_rows import rows_with_images
 from torchrl_mt.objectives import micro_batches, split_rows
@@ -88,6 +88,16 @@ def test_images_follow_their_rows():
                 for name, value in found.items():
                     assert torch.equal(value, alone[row].inputs[name])
                 assert bool(found) == bool(alone[row].images)
+
+
+def test_parts_without_rows_keep_columns_of_objects():
+    rows, _ = rows_with_images("qwen2_vl", (1, 0))
+    rows["text"] = NonTensorStack(["hi"], ["yes"])
+    parts = split_rows(rows, 4)
+    assert [len(part) for part in parts] == [1, 1, 0, 0]
+    for part in (*parts[2:], *split_rows(parts[2], 2), *micro_batches(parts[2])):
+        assert set(part.keys(True)) == set(rows.keys(True))
+        assert part["text"] == []
 
 
 @pytest.mark.parametrize(

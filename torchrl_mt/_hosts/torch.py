@@ -74,6 +74,14 @@ def with_submodules(module: _Module, **submodules: nn.Module | None) -> _Module:
     return made
 
 
+def fsdp_meshes(module: nn.Module) -> list[Any]:
+    """List the meshes of the ranks among which ``fully_shard`` divides a module's parameters."""
+    state = cast(Any, module)._get_fsdp_state()
+    # Older versions of torch have one group, newer ones a list.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group.mesh_info.mesh for group in groups if group is not None]
+
+
 # ---- process groups -----------------------------------------------------------------------------
 
 

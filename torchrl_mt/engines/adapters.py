@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrl_mt._hosts import peft
+from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.forward import unwrapped
 
 __all__ = ["adapter_weights", "merged_weights", "peft_model", "save_adapter"]
@@ -42,8 +43,8 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         TypeError: If ``model`` has no PEFT adapter.
-        ValueError: If PEFT cannot merge the adapter, a layer is quantised or sharded, or a layer with
-            an adapter shares its weight with another.
+        ValueError: If PEFT cannot merge the adapter, a layer is quantised, a layer with an
+            adapter shares its weight with another, or the model is divided among ranks.
 
     Examples:
         >>> served.load_state_dict(merged_weights(actor))  # doctest: +SKIP
@@ -63,7 +64,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         TypeError: If ``model`` has no PEFT adapter.
-        ValueError: If several adapters are active.
+        ValueError: If several adapters are active, or the model is divided among ranks.
 
     Examples:
         >>> sorted(adapter_weights(actor))  # doctest: +SKIP
@@ -85,7 +86,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: If ``model`` has no PEFT adapter.
-        ValueError: If several adapters are active.
+        ValueError: If several adapters are active, or the model is divided among ranks.
         FileExistsError: If the folder exists.
 
     Examples:
@@ -111,5 +112,12 @@ def _given(model: nn.Module) -> Any:
     if found is None:
         raise TypeError(
             f"model must have a PEFT adapter (peft.get_peft_model), got {type(model).__name__}."
+        )
+    if is_sharded(found):
+        raise ValueError(
+            "model must be whole, but its weights are divided among ranks (fully_shard): gather them on "
+            "all ranks, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict, load them on rank 0 into a "
+            "copy of the PEFT model made before fully_shard, and give that copy."
         )
     return found

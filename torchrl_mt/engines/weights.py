@@ -123,7 +123,10 @@ def _check_tied(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Ten
 def _adapter_advice(given: Iterable[str]) -> str:
     """Advice for an error, if the names are those of layers with adapters."""
     if any(".base_layer." in name or ".lora_A." in name for name in given):
-        return ": for an engine of the base model, give the PEFT model itself, not its state dict"
+        return (
+            ": for an engine of the base model, give the PEFT model itself, not its state dict (if "
+            "ranks divide it, a whole copy that has loaded the gathered one)"
+        )
     return ""
 
 

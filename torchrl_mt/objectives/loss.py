@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrl.objectives import LossModule
 
 from torchrl_mt._hosts.torchrl import loss_mask_keys
@@ -57,7 +58,7 @@ from torchrl_mt.objectives.metrics import (
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
-from torchrl_mt.ranks import check_process_group, gather
+from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
@@ -151,7 +152,8 @@ class MultiTurnLoss(LossModule):
             ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
             ``correction`` is given to an objective that compares no policies, like ``"sft"``;
             ``clip_epsilon`` to an objective that has no bounds or has them bound already;
-            ``freeze_vision`` with an actor that has no vision tower; or both objective and correction
+            ``freeze_vision`` with an actor that has no vision tower, or after DistributedDataParallel
+            wrapped one that is trained; or both objective and correction
             weight by the ratio to the sampler.
         TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
             ``objective`` or ``correction`` neither a name nor a function.
@@ -354,8 +356,19 @@ class MultiTurnLoss(LossModule):
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together.
             TypeError: If ``process_group`` is no process group.
+            RuntimeError: If this happens on another rank of ``process_group``.
         """
         check_process_group(process_group)
+        if process_group is None:
+            return self._total(tensordict)
+        totals = call_on_all(lambda: self._total(tensordict).cpu(), process_group)
+        device = read_entry(
+            tensordict, self.tensor_keys.attention_mask, ExperienceKeys.attention_mask
+        ).device
+        return merge_totals(*totals).to(device)
+
+    def _total(self, tensordict: TensorDictBase) -> Tensor:
+        """Compute the divisor of the rows of this process."""
         keys = self.tensor_keys
         mask = counted_tokens(
             tensordict,
@@ -368,10 +381,7 @@ class MultiTurnLoss(LossModule):
         if self.aggregation == "prompt_mean":
             group = read_entry(tensordict, keys.group, ExperienceKeys.group)
             check_like(keys.group, group, keys.attention_mask, mask.shape[:1])
-        total = aggregation_total(mask, self.aggregation, group=group)
-        if process_group is None:
-            return total
-        return merge_totals(*gather(total.cpu(), process_group)).to(total.device)
+        return aggregation_total(mask, self.aggregation, group=group)
 
     def forward(
         self, tensordict: TensorDictBase, *, total: float | Tensor | None = None
@@ -479,5 +489,15 @@ def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:
             "freeze_vision=True needs an actor with a vision tower, a submodule 'visual' or "
             f"'vision_tower', got {type(actor).__name__}; leave it out for a model of text."
         )
-    for tower in towers + ([] if critic is None else vision_towers(critic)):
+    if critic is not None:
+        towers += vision_towers(critic)
+    wrapped = [m for m in (actor, critic) if isinstance(m, DistributedDataParallel)]
+    late = [m for m in wrapped if not m.find_unused_parameters]
+    if any(p.requires_grad for m in late for tower in vision_towers(m) for p in tower.parameters()):
+        raise ValueError(
+            "freeze_vision=True comes too late for a model that DistributedDataParallel wraps, which "
+            "would wait for gradients of the vision tower and exchange none: freeze it before wrapping "
+            "the model, model.model.visual.requires_grad_(False) (vision_tower in LLaVA)."
+        )
+    for tower in towers:
         tower.requires_grad_(False)

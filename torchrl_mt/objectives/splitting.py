@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from torchrl_mt.checks import check_choice, check_mask, check_positive_integer
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, read_entry, read_episode
-from torchrl_mt.ranks import check_process_group, gather
+from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.packing import micro_batches as batches_of
 from torchrl_mt.scoring.packing import packs
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -93,6 +93,7 @@ def micro_batches(
     Raises:
         KeyError: If the rows lack the mask.
         TypeError: If ``process_group`` is none, or both ``passes`` and keywords are given.
+        RuntimeError: If another rank of ``process_group`` fails.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -105,6 +106,21 @@ def micro_batches(
     """
     passes = find_passes(passes, keywords)
     check_process_group(process_group)
+    if process_group is None:
+        return [_take(rows, part) for part in _cut(rows, passes)]
+    parts: list[Tensor] = []
+
+    def cut() -> int:
+        parts.extend(_cut(rows, passes))
+        return len(parts)
+
+    number = max(call_on_all(cut, process_group))
+    parts += [torch.arange(0)] * (number - len(parts))
+    return [_take(rows, part) for part in parts]
+
+
+def _cut(rows: TensorDictBase, passes: Passes) -> list[Tensor]:
+    """Choose the rows of each micro-batch: one or more ``[n]`` int64."""
     lengths = _lengths(rows)
     if passes.packed:
         capacity = passes.micro_batch_tokens or max(1, int(lengths.sum()))
@@ -115,12 +131,7 @@ def micro_batches(
         parts += rest.split(passes.micro_batch_size or max(1, len(rest))) if len(rest) else []
     else:
         parts = batches_of(lengths, passes.micro_batch_size, passes.micro_batch_tokens)
-    parts = [part.sort().values for part in parts] or [torch.arange(0)]
-    number = len(parts)
-    if process_group is not None:
-        number = max(gather(number, process_group))
-    parts += [torch.arange(0)] * (number - len(parts))
-    return [_take(rows, part) for part in parts]
+    return [part.sort().values for part in parts] or [torch.arange(0)]
 
 
 def _lengths(rows: TensorDictBase) -> Tensor:
@@ -160,4 +171,7 @@ def _lightest_first(sizes: list[int], num_parts: int) -> list[int]:
 
 def _take(rows: TensorDictBase, index: Tensor) -> TensorDictBase:
     """Select rows; images and other shared entries follow."""
+    if not len(index):
+        # An index without elements fails for columns of Python objects, and so does any of none.
+        return rows[:0] if len(rows) else rows.copy()
     return rows[index.to(rows.device)] if rows.device is not None else rows[index]

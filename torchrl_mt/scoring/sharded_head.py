@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from torchrl_mt._hosts.peft import is_peft_model
 from torchrl_mt._hosts.torch import is_changed, is_compiled
 from torchrl_mt.ranks import is_dtensor, most
 from torchrl_mt.scoring import output_head as head
@@ -41,7 +42,8 @@ def scores_inside(
     Returns:
         The scores; or whole logits ``[B, L, V]`` where
         :func:`~torchrl_mt.scoring.output_head.output_states` returns them, for models that are not
-        transformers', and for output layers that ``fully_shard`` was applied to themselves.
+        transformers' (PEFT's adapters are fine), and for output layers that ``fully_shard`` was applied
+        to themselves.
     """
     layer = _output_layer(model)
     if layer is None:
@@ -88,9 +90,10 @@ def scores_inside(
 
 def _output_layer(model: nn.Module) -> nn.Linear | None:
     """Return the output layer if its weights are those of an outer module that FSDP gathers."""
-    if model in head.WHOLE_ONLY or not isinstance(model, PreTrainedModel):
+    inner = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    if model in head.WHOLE_ONLY or not isinstance(inner, PreTrainedModel):
         return None
-    layer = model.get_output_embeddings()
+    layer = inner.get_output_embeddings()
     special = is_compiled(model) or type(layer) is not nn.Linear or is_compiled(layer)
     return None if special or is_changed(layer) else layer
 
