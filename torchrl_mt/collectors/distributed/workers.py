@@ -122,7 +122,8 @@ class Workers:
         if waiting and all(each.exception() is None for each in started):
             _logger.warning(
                 "%d of %d workers have not started after %.0f s. If engines are only slow to make, all "
-                "is well. Ray waits until its cluster has what remote_configs asks for: see `ray status`.",
+                "is well. Ray waits until its cluster has what remote_configs asks for: see "
+                "`ray status`.",
                 *(len(waiting), len(ready), WARN_SECONDS),
             )
             started, _ = wait(ready, return_when=FIRST_EXCEPTION)
