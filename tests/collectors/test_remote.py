@@ -110,6 +110,25 @@ def test_an_engine_is_refused_with_advice_before_an_actor_is_made(ray):
     engine.close()
 
 
+def test_the_error_of_an_actors_arguments_is_raised(ray):
+    collector = MultiTurnCollector.as_remote(LIGHT).remote("nowhere.Env", make_engine, **OPTIONS)
+    creation = r"error raised in its creation task(.|\n)*importing the module 'nowhere' failed"
+    with pytest.raises(ray.exceptions.ActorDiedError, match=creation):
+        ray.get(collector.next.remote())
+
+
+def test_a_buffer_that_an_actor_would_copy_is_refused(ray):
+    parts = {"storage": partial(EpisodeStorage, 100), "batch_size": 2}
+    here = ReplayBuffer(**parts)
+    there = RayReplayBuffer(replay_buffer_cls=ReplayBuffer, remote_config=LIGHT, **parts)
+    for buffer, advice in ((here, "a copy of it"), (there, r"give replay_buffer\.client\(\)")):
+        with pytest.raises(TypeError, match=advice):
+            MultiTurnCollector.as_remote(LIGHT).remote(
+                GuessNumber, make_engine, replay_buffer=buffer, **OPTIONS
+            )
+    there.shutdown()
+
+
 def test_rays_scheme_brings_weights_to_an_actor(ray):
     trained = make_model(1)[0]
     collector = MultiTurnCollector.as_remote(LIGHT).remote(GuessNumber, make_engine, **OPTIONS)

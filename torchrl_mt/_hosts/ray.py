@@ -9,14 +9,32 @@ import sys
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.data import RayReplayBuffer
+from torchrl.data import RayReplayBuffer, ReplayBuffer
 
-__all__ = ["is_remote", "own_storages", "sendable"]
+__all__ = ["check_sent_buffer", "is_remote", "own_storages", "sendable"]
 
 
 def is_remote(buffer: Any) -> bool:
     """Whether a replay buffer is in a Ray actor: a ``RayReplayBuffer`` or one of its clients."""
     return type(buffer).__module__ == RayReplayBuffer.__module__
+
+
+def check_sent_buffer(buffer: Any) -> None:
+    """Refuse a replay buffer that would be sent to an actor, which would write to a copy of it.
+
+    Raises:
+        TypeError: if it is not a client of a ``RayReplayBuffer``, or ``None``.
+    """
+    if isinstance(buffer, ReplayBuffer):
+        raise TypeError(
+            "replay_buffer of a collector in an actor must be the client() of a RayReplayBuffer, got a "
+            f"{type(buffer).__name__}: "
+            + (
+                "give replay_buffer.client()."
+                if isinstance(buffer, RayReplayBuffer)
+                else "the actor would write to a copy of it, which nobody reads."
+            )
+        )
 
 
 def own_storages(data: TensorDictBase) -> TensorDictBase:

@@ -24,7 +24,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
-from torchrl_mt._hosts.ray import is_remote, own_storages, sendable
+from torchrl_mt._hosts.ray import check_sent_buffer, is_remote, own_storages, sendable
 from torchrl_mt._hosts.torchrl import as_remote
 from torchrl_mt.checks import check_at_least, check_choice, import_extra
 from torchrl_mt.collectors.dump import EpisodeDump
@@ -731,6 +731,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
 
         Raises:
             ImportError: if Ray is not installed.
+            TypeError: by ``remote(...)``, if ``replay_buffer`` is not such a client.
 
         Examples:
             >>> actor = MultiTurnCollector.as_remote({"num_gpus": 1}).remote(  # doctest: +SKIP
@@ -739,7 +740,15 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             >>> ray.get(actor.start.remote())  # doctest: +SKIP
         """
         import_extra("ray", "ray")
-        return as_remote(cls, dict(remote_config or {"num_cpus": 1}))
+        actor_class = as_remote(cls, dict(remote_config or {"num_cpus": 1}))
+        make = actor_class.remote
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            check_sent_buffer(kwargs.get("replay_buffer"))
+            return make(*args, **kwargs)
+
+        actor_class.remote = remote
+        return actor_class
 
     def increment_version(self) -> None:
         """Count a weight update that was not made by :meth:`update_policy_weights_`.
@@ -893,10 +902,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             self.shutdown()
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(episodes_per_batch={self.episodes_per_batch}, "
-            f"group_size={self.group_size}, limits={self.limits})"
-        )
+        # Ray asks also for that of a collector whose making failed, to report the error.
+        shown = ("episodes_per_batch", "group_size", "limits")
+        known = [f"{name}={vars(self)[name]}" for name in shown if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(known)})"
 
 
 class _TooOldError(Exception):

@@ -12,13 +12,15 @@ from tests.collectors.distributed.played import (
     Picky,
     SeededEngine,
     Talk,
+    broken_engine,
     items,
     ledger,
     slow_engine,
     weights,
 )
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors.distributed import workers
 from torchrl_mt.collectors.distributed.workers import WorkersFailedError
 
 
@@ -253,3 +255,36 @@ def test_bad_input_is_named(in_threads, policy, more, message):
     with pytest.raises((TypeError, ValueError), match=message):
         in_threads(env, policy, items(2), **options)
     assert not in_threads.backends
+
+
+may_start = threading.Event()
+
+
+def waiting_engine():
+    may_start.wait(PATIENCE)
+    return SeededEngine()
+
+
+def test_workers_that_do_not_start_are_named(in_threads, monkeypatch):
+    may_start.clear()
+    said = []
+
+    def warning(message, *args):
+        said.append(message % args)
+        may_start.set()
+
+    monkeypatch.setattr(workers, "WARN_SECONDS", 0.01)
+    monkeypatch.setattr(workers._logger, "warning", warning)
+    in_threads(Talk, waiting_engine, items(4), **OPTIONS).shutdown()
+    (text,) = said
+    assert "2 of 2 workers have not started" in text
+    assert "`ray status`" in text
+
+
+def test_the_error_of_one_worker_ends_the_wait_for_others(in_threads):
+    may_start.clear()
+    try:
+        with pytest.raises(FileNotFoundError, match="no weights here"):
+            in_threads(Talk, [waiting_engine, broken_engine], items(4), **OPTIONS)
+    finally:
+        may_start.set()

@@ -226,6 +226,14 @@ def test_more_than_a_million_ids_are_renamed_apart():
         UniqueTrajIds()(batch_of([0], "episode"))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_ids_of_small_dtypes_do_not_overflow(dtype):
+    renamed = UniqueTrajIds()(TensorDict({TRAJ: torch.tensor([0, 3], dtype=dtype)}, [2]))[TRAJ]
+    assert renamed.dtype == torch.int64
+    assert renamed.diff() == 3
+    assert renamed.min() >= 10**6
+
+
 def ids_of_a_process(queue, seed):
     """What a process makes that is seeded like its siblings."""
     random.seed(seed)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ _logger = logging.getLogger("torchrl_mt")
 
 _CLOSE_SECONDS = 15.0
 """Seconds for the workers to close their environments and engines by default."""
+WARN_SECONDS = 60.0
+"""Seconds for the first workers to start before a warning."""
 _LONGEST_PAUSE = 5.0
 """Seconds between two starts of a worker that does not live."""
 
@@ -108,11 +110,25 @@ class Workers:
             for slot in self._slots:
                 slot.ready.set_running_or_notify_cancel()
                 start_daemon(self._start_first, slot)
-            for slot in self._slots:
-                slot.ready.result()
+            self._wait_for_all()
         except BaseException:
             self.close(0.0)
             raise
+
+    def _wait_for_all(self) -> None:
+        """Wait until all can play, or raise the error of one."""
+        ready = [slot.ready for slot in self._slots]
+        started, waiting = wait(ready, WARN_SECONDS, FIRST_EXCEPTION)
+        if waiting and all(each.exception() is None for each in started):
+            _logger.warning(
+                "%d of %d workers have not started after %.0f s. If engines are only slow to make, all "
+                "is well. Ray waits until its cluster has what remote_configs asks for: see "
+                "`ray status`.",
+                *(len(waiting), len(ready), WARN_SECONDS),
+            )
+            started, _ = wait(ready, return_when=FIRST_EXCEPTION)
+        for each in started:
+            each.result()
 
     @property
     def version(self) -> int:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 
 __all__ = ["RunIds", "UniqueTrajIds", "unique_ids"]
@@ -83,7 +84,7 @@ class UniqueTrajIds:
                 f"UniqueTrajIds found no {self.traj_key!r}: leave it out, or have the collector write "
                 "ids (track_traj_ids=True)."
             )
-        moved = ids.clone()
+        moved = ids.to(torch.int64, copy=True)
         for block in (ids[ids >= 0] // _BLOCK).unique().tolist():
             of_block = (ids >= 0) & (ids // _BLOCK == block)
             moved[of_block] += self._starts[block] - block * _BLOCK
