@@ -58,9 +58,9 @@ def nothing_left():
             [*(t.name for t in threading.enumerate()), *(c.family.name for c in sockets)]
         )
 
-    before = left()
+    before, running = left(), processes()
     yield
-    wait_until(lambda: not processes())
+    wait_until(lambda: not [p for p in processes() if p not in running])
     wait_until(lambda: not left() - before)
 
 
