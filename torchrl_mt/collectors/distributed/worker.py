@@ -156,7 +156,7 @@ class WorkerHost:
     """
 
     def __init__(self, setup: Mapping[str, bytes], index: int, seed: int) -> None:
-        self._loop = LoopThread("torchrl_mt-worker")
+        self._loop = LoopThread("torchrl_mt-episode-worker")
         self._worker: EpisodeWorker | None = None
         self._error: BaseException | None = None
         try:
