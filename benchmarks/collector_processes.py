@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts")
     parser.add_argument("--backends", nargs="+", choices=("process", "ray"), default=["process"])
     parser.add_argument("--num-collectors", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each measurement")
     parser.add_argument("--rst", type=Path, help="write the tables here too, for the documentation")
     args = parser.parse_args()
     show([PARTS[name] for name in args.only], args, args.rst)
