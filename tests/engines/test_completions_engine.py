@@ -658,11 +658,11 @@ def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
     for _ in range(3):
         ask_all(engine, prompts(20))
     # A loop has ended, the engine lives on. The server runs here too, and takes its time.
-    wait_until(lambda: sockets() == before)
+    wait_until(lambda: sockets() <= before)
     engine.close()
     del engine
     gc.collect()
-    assert sockets() == before
+    wait_until(lambda: sockets() <= before)
 
 
 # Weights

@@ -32,7 +32,7 @@ from torchrl_mt.scoring import output_head
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
 ADVANTAGES = ("turn", "grpo", "rloo", "batch", "reinforce++", "gae", "turn_gae", "bilevel_gae")
 SPLITS = ("uneven", "rank without rows")
-CLOSE = 2e-6
+CLOSE = 1e-6
 """Relative to the norm: losses are float32, and ranks add up in another order than one process."""
 
 
