@@ -126,6 +126,21 @@ def as_remote(cls: type, remote_config: dict[str, Any]) -> Any:
     return _utils.as_remote.__func__(cls, remote_config)
 
 
+def hold_ray(init_config: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """Initialise Ray unless it is, as TorchRL's collectors and buffers do.
+
+    Args:
+        init_config: arguments of ``ray.init``.
+
+    Returns:
+        A function that gives Ray up. Ray is shut down if TorchRL or this function initialised it, and
+        nobody else holds it.
+    """
+    from torchrl._comm.ray_runtime import _RayRuntimeLease
+
+    return _RayRuntimeLease.acquire(dict(init_config or {})).release
+
+
 # ---- losses ---------------------------------------------------------------------------------------
 
 
@@ -143,21 +158,3 @@ def min_batch_size(wrapper: Any) -> int | None:
     No public attribute has it.
     """
     return getattr(wrapper, "_min_batch_size", None)
-
-
-# ---- Ray ----------------------------------------------------------------------------------------
-
-
-def hold_ray(init_config: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Initialise Ray unless it is, as TorchRL's collectors and buffers do.
-
-    Args:
-        init_config: arguments of ``ray.init``.
-
-    Returns:
-        A function that gives Ray up. Ray is shut down if TorchRL or this function initialised it, and
-        nobody else holds it.
-    """
-    from torchrl._comm.ray_runtime import _RayRuntimeLease
-
-    return _RayRuntimeLease.acquire(dict(init_config or {})).release

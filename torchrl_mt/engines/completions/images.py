@@ -22,6 +22,7 @@ from torchrl_mt.engines.completions.native import (
     to_vllm,
 )
 from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.images import read_images
 from torchrl_mt.vision.model import check_no_video
 
 __all__ = ["ImageApi", "ImageRequests", "Request", "barring", "stored_images"]
@@ -170,13 +171,7 @@ def stored_images(
             "images cannot be sent to /v1/completions with token ids: make the engine with "
             "processor= and image_api='vllm' or 'sglang', for a server that takes them."
         )
-    stored = []
-    for k, image in enumerate(images):
-        try:
-            stored.append(StoredImage.of(image))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"images[{k}]: {error}") from error
-    return stored
+    return read_images(images)
 
 
 def _features(prepared: Sequence[_Prepared], spans: Sequence[tuple[int, int]]) -> dict[str, Any]:

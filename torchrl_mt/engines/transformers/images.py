@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.transformers import image_features
 from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
+from torchrl_mt.vision.images import read_images
 from torchrl_mt.vision.model import check_no_video
 
 __all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "fitting_processor"]
@@ -148,13 +149,7 @@ class ImagePrompts:
                 "images need the model's processor: make the engine with processor=, "
                 "for example AutoProcessor.from_pretrained(...)."
             )
-        stored = []
-        for k, image in enumerate(images):
-            try:
-                stored.append(StoredImage.of(image))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"images[{k}]: {error}") from error
-        return stored
+        return read_images(images)
 
     def _look_up(self, image: StoredImage) -> _Known:
         """Find an image, or give it a number."""
