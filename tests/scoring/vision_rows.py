@@ -1,5 +1,6 @@
 """Random training rows with images, and what transformers itself computes from them."""
 
+import copy
 from functools import cache
 from typing import NamedTuple
 
@@ -23,10 +24,9 @@ def built(family):
 
 
 def vl_model(family):
-    """A model of a family; tests may leave gradients and frozen parameters, which are undone here."""
+    """A model of a family, the same each time; tests may change it."""
     model, processor = built(family)
-    model.requires_grad_(True).zero_grad(set_to_none=True)
-    return model, processor
+    return copy.deepcopy(model), processor
 
 
 class Row(NamedTuple):
