@@ -52,8 +52,10 @@ class RayMultiTurnCollector(MultiTurnCollector):
         ray_init_config: arguments of ``ray.init``, if Ray is not initialised. It is then shut down with
             the last of TorchRL's and this package's collectors and buffers that use it.
         backend: ``"ray"``, or ``"process"`` for processes on this machine.
-        on_update: for sampling servers that the actors share: called in this process with new weights,
-            instead of sending them; the actors' engines count the update. May be ``async``.
+        on_update: for sampling servers that the actors share: ``VLLMWeights``, ``SGLangWeights`` or a
+            function, which may be ``async``. Called in this process with new weights, instead of sending
+            them. The actors' engines count the update; with the former two, they also know which servers
+            lack the weights, and send them no request.
         max_restarts: number of times in a row that an actor is started again without having finished an
             episode. The next death ends the run.
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as

@@ -18,12 +18,14 @@ from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_mt.collectors.distributed.backend import Backend
 from torchrl_mt.collectors.distributed.messages import Task, read_failure
+from torchrl_mt.collectors.distributed.shared_servers import SharedServers
 from torchrl_mt.collectors.distributed.weights import pack_weights
 from torchrl_mt.collectors.distributed.worker import Report
 from torchrl_mt.collectors.distributed.workers import Workers, WorkersFailedError
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Completion, Engine
+from torchrl_mt.engines.server_weights import ServerWeights
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.processes import pickled
 from torchrl_mt.vision import VisionProcessor
@@ -113,10 +115,14 @@ class RemotePlayer:
             number,
             max_restarts=max_restarts,
             seed=torch.initial_seed(),
-            on_report=lambda report: _enter_report(playing, report),
         )
-        self.engine: Engine = RemoteEngine(self.workers, on_update)
+        self.workers.on_report.append(lambda report: _enter_report(playing, report))
         weakref.finalize(self, self.workers.close, 0.0)
+        try:
+            self.engine: Engine = RemoteEngine(self.workers, on_update)
+        except BaseException:
+            self.workers.close(0.0)
+            raise
 
     @property
     def tokenizer(self) -> Any:
@@ -175,7 +181,7 @@ class RemotePlayer:
 
 def _enter_report(playing: Mapping[int, Episode], report: Report) -> None:
     """Write what a worker reports into the records of running episodes."""
-    for traj_id, (oldest, seconds, what) in report.items():
+    for traj_id, (oldest, seconds, what) in report.episodes.items():
         if (episode := playing.get(traj_id)) is not None:
             episode.oldest_elsewhere = oldest
             episode.calls.elsewhere = (time.monotonic() - seconds, what) if what else None
@@ -192,6 +198,9 @@ class RemoteEngine:
     def __init__(self, workers: Workers, on_update: Callable[[Any], Any] | None = None) -> None:
         self._workers = workers
         self._on_update = on_update
+        self._servers: SharedServers | None = None
+        if isinstance(on_update, ServerWeights):
+            self._servers = SharedServers(on_update, workers)
         self._lock = threading.Lock()
         self.version = workers.version
         self.max_total_tokens = workers.facts["max_total_tokens"]
@@ -208,19 +217,25 @@ class RemoteEngine:
     def update_weights(self, source: Any) -> int:
         """Send weights to all workers, or call ``on_update``; return the new version."""
         with self._lock:
-            if self._on_update is not None:
-                hand_on(self._on_update, source)
-                self._workers.count_update()
-            else:
-                merge = not self._workers.facts["has_adapters"]
-                self._workers.update(None if source is None else pack_weights(source, merge=merge))
-            self.version = self._workers.version
+            try:
+                if self._servers is not None:
+                    self._servers.update(source)
+                elif self._on_update is not None:
+                    hand_on(self._on_update, source)
+                    self._workers.count_update()
+                else:
+                    merge = not self._workers.facts["has_adapters"]
+                    packed = None if source is None else pack_weights(source, merge=merge)
+                    self._workers.update(packed)
+            finally:  # An update that missed some servers counts, too.
+                self.version = self._workers.version
             return self.version
 
     def count_update(self) -> int:
         """Count an update that was made elsewhere; return the new version."""
         with self._lock:
-            self._workers.count_update()
+            counted = self._workers if self._servers is None else self._servers
+            counted.count_update()
             self.version = self._workers.version
             return self.version
 

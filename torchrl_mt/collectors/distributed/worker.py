@@ -10,7 +10,7 @@ import pickle
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,20 @@ from torchrl_mt.collectors.playing.env_factory import named
 from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
 from torchrl_mt.collectors.playing.version_offset import VersionOffset
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
+from torchrl_mt.engines.completions.updates_elsewhere import ServerStates, UpdatesElsewhere
 from torchrl_mt.threads import call_in_thread
 
 __all__ = ["EpisodeWorker", "Report", "WorkerHost", "count_update"]
 
-Report = dict[int, tuple["int | None", float, str]]
-"""Of running episodes, by id: the oldest version of their tokens, seconds and name of the call that has
-run longest."""
+
+class Report(NamedTuple):
+    """What a worker tells of its work."""
+
+    episodes: dict[int, tuple[int | None, float, str]]
+    """Of running episodes, by id: the oldest version of their tokens, seconds and name of the call that
+    has run longest."""
+    servers: dict[str, bool]
+    """Servers that must load weights, and whether they may have them already."""
 
 
 class EpisodeWorker:
@@ -55,6 +62,8 @@ class EpisodeWorker:
         self._engine = VersionOffset(self._player.engine, 0)
         self._player.engine = self._engine
         self._running: dict[int, tuple[Episode, asyncio.Task[Any]]] = {}
+        self._updates: UpdatesElsewhere | None = None
+        """The updates of servers, if the engine follows those of the collector."""
 
     async def facts(self) -> dict[str, Any]:
         """What the collector must know of the engine."""
@@ -62,7 +71,15 @@ class EpisodeWorker:
         facts = {name: getattr(self._engine, name, None) for name in names}
         model = getattr(self._engine, "model", None)
         has_adapters = isinstance(model, nn.Module) and has_adapter_layers(model)
-        return {"version": self._engine.version, "has_adapters": has_adapters, **facts}
+        servers = None
+        if hasattr(self._engine, "follow_updates"):
+            servers = (self._engine.urls, self._engine.model_name)
+        return {
+            "version": self._engine.version,
+            "has_adapters": has_adapters,
+            "servers": servers,
+            **facts,
+        }
 
     async def tokenizer(self) -> Any:
         """The tokenizer that decodes the tokens."""
@@ -86,14 +103,15 @@ class EpisodeWorker:
             self._running[traj_id][1].cancel()
 
     async def report(self) -> Report:
-        """The running episodes."""
-        return {
+        """What there is to tell now."""
+        episodes = {
             traj_id: (
                 min((t.oldest for t in episode.turns if t.oldest is not None), default=None),
                 *episode.calls.longest(),
             )
             for traj_id, (episode, _) in self._running.items()
         }
+        return Report(episodes, {} if self._updates is None else self._updates.lacking())
 
     async def update(
         self, version: int, *, shared: PackedWeights | PickledWeights | None = None
@@ -103,18 +121,38 @@ class EpisodeWorker:
         await call_in_thread(self._engine.update_weights, source)
         return await self.count_from(version)
 
-    async def count(self, version: int) -> Report:
-        """Count an update of the weights that was made elsewhere."""
-        await call_in_thread(count_update, self._engine)
+    async def count(self, version: int, servers: ServerStates | None = None) -> Report:
+        """Count an update of the weights that was made elsewhere, of ``servers`` perhaps."""
+        await self.follow(servers)
+        if self._updates is None:
+            await call_in_thread(count_update, self._engine)
         return await self.count_from(version)
 
     async def restore(
-        self, version: int, *, shared: PackedWeights | PickledWeights | None = None
+        self,
+        version: int,
+        servers: ServerStates | None,
+        *,
+        shared: PackedWeights | PickledWeights | None = None,
     ) -> None:
         """Load the last weights, if any were sent, and count versions from ``version``."""
         if shared is not None:
             await self.update(version, shared=shared)
+        await self.follow(servers)
         await self.count_from(version)
+
+    async def follow(self, servers: ServerStates | None) -> None:
+        """Take what the collector tells of servers, if the engine can."""
+        if servers is None or not hasattr(self._engine, "follow_updates"):
+            return
+        if self._updates is None:
+            self._updates = self._engine.follow_updates(reports_versions=servers.reports_versions)
+        self._updates.enter(servers)
+
+    async def refuse_server(self, url: str, reason: str) -> None:
+        """Take why a server cannot load weights."""
+        if self._updates is not None:
+            self._updates.refuse(url, reason)
 
     async def count_from(self, version: int) -> Report:
         """Count versions from ``version``."""

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_mt.collectors.distributed.backend import Backend, Handle, WorkerDied
 from torchrl_mt.collectors.distributed.messages import Played, Task
 from torchrl_mt.collectors.distributed.worker import Report
+from torchrl_mt.engines.completions.updates_elsewhere import ServerStates
 from torchrl_mt.engines.sampling import random_word
 from torchrl_mt.threads import start_daemon
 
@@ -46,6 +47,8 @@ class _Weights:
     version: int
     shared: Any = None
     """The last weights that were sent, as the backend put them; ``None`` before the first update."""
+    servers: ServerStates | None = None
+    """Servers that the workers share; ``None`` if their weights are no affair of the collector."""
 
 
 @dataclass(eq=False)
@@ -72,7 +75,6 @@ class Workers:
         max_restarts: number of times in a row that a worker is started again without having finished an
             episode.
         seed: seed of the workers' generators, which differ.
-        on_report: called with what a worker reports of its episodes.
 
     Raises:
         Exception: the first error of a worker's start. Then none is left.
@@ -85,12 +87,12 @@ class Workers:
         *,
         max_restarts: int,
         seed: int,
-        on_report: Callable[[Report], object],
     ) -> None:
         self._backend = backend
         self._max_restarts = max_restarts
         self._seed = seed
-        self._on_report = on_report
+        self.on_report: list[Callable[[Report], object]] = []
+        """Called with what a worker reports."""
         self._starts = itertools.count()
         self._lock = threading.RLock()
         self._updating = threading.Lock()
@@ -191,7 +193,8 @@ class Workers:
 
     def _take_report(self, report: Future[Report]) -> None:
         if report.exception() is None:
-            self._on_report(report.result())
+            for take in self.on_report:
+                take(report.result())
 
     # Weights
 
@@ -206,28 +209,29 @@ class Workers:
             shared = None if source is None else self._backend.put(source)
             assert self._weights is not None
             kept = self._weights.shared if shared is None else shared
-            self._broadcast("update", _Weights(self.version + 1, kept), shared)
+            self._broadcast("update", _Weights(self.version + 1, kept), shared=shared)
 
-    def count_update(self) -> None:
-        """Have all workers count an update that was made elsewhere."""
+    def count_update(self, servers: ServerStates | None = None) -> None:
+        """Have all workers count an update that was made elsewhere, of ``servers`` perhaps."""
         with self._updating:
             assert self._weights is not None
-            self._broadcast("count", _Weights(self.version + 1, self._weights.shared))
+            weights = replace(self._weights, version=self.version + 1, servers=servers)
+            self._broadcast("count", weights, servers)
 
     def count_from(self, version: int) -> None:
         """Have all workers count versions from ``version``."""
         with self._updating:
             assert self._weights is not None
-            self._broadcast("count_from", _Weights(version, self._weights.shared))
+            self._broadcast("count_from", replace(self._weights, version=version))
 
-    def _broadcast(self, method: str, weights: _Weights, shared: Any = None) -> None:
+    def _broadcast(self, method: str, weights: _Weights, *args: Any, shared: Any = None) -> None:
         """Call a method that changes the version in all workers that play.
 
         Others load these weights before they play.
         """
         with self._lock:
             before, self._weights = self._weights, weights
-            calls = self._call_all(method, weights.version, shared=shared)
+            calls = self._call_all(method, weights.version, *args, shared=shared)
         wait([call for _, call in calls])
         failed = [
             (worker, error)
@@ -245,6 +249,28 @@ class Workers:
             worker.end(0.0)
         for _, call in calls:
             self._take_report(call)
+
+    # Servers that the workers share
+
+    @property
+    def servers(self) -> ServerStates:
+        """What the workers were told last of their servers."""
+        assert self._weights is not None
+        assert self._weights.servers is not None
+        return self._weights.servers
+
+    def tell_servers(self, servers: ServerStates) -> None:
+        """Tell all workers of their servers, and wait until they know."""
+        with self._updating:
+            with self._lock:
+                assert self._weights is not None
+                self._weights = replace(self._weights, servers=servers)
+                calls = self._call_all("follow", servers)
+            wait([call for _, call in calls])
+
+    def refuse_server(self, url: str, reason: str) -> None:
+        """Tell all workers why a server cannot load weights, and wait until they know."""
+        wait([call for _, call in self._call_all("refuse_server", url, reason)])
 
     def _call_all(
         self, method: str, *args: Any, shared: Any = None
@@ -291,7 +317,9 @@ class Workers:
                         slot.handle = worker
                         break
                     loaded = self._weights
-                worker.call("restore", loaded.version, shared=loaded.shared).result()
+                worker.call(
+                    "restore", loaded.version, loaded.servers, shared=loaded.shared
+                ).result()
         except BaseException as error:
             if worker is not None:
                 worker.end(0.0)

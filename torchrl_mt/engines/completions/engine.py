@@ -36,6 +36,7 @@ from torchrl_mt.engines.completions.native import (
 )
 from torchrl_mt.engines.completions.reported_versions import reported_versions
 from torchrl_mt.engines.completions.servers import Server, Servers, server_origins
+from torchrl_mt.engines.completions.updates_elsewhere import UpdatesElsewhere
 from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
@@ -265,15 +266,26 @@ class CompletionsEngine(StaysInProcess):
         )
         self._api = api
         form = api if image_api is None else image_api
+        self._has_version_key = version_key is not None
         self._reports_versions = (
             isinstance(on_update, ServerWeights)
             and on_update.reports_versions
-            and version_key is None
+            and not self._has_version_key
         )
         """Whether SGLang's own form tells the versions that this engine set."""
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
             self._images = ImageRequests(form, self._vision, self._post)
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the servers, without paths."""
+        return [server.origin for server in self._servers.all]
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the servers serve the model."""
+        return str(self._body["model"])
 
     @property
     def version(self) -> int:
@@ -393,6 +405,20 @@ class CompletionsEngine(StaysInProcess):
         with self._updating:
             self._servers.commit(self.version + 1)
             return self.version
+
+    def follow_updates(self, *, reports_versions: bool = False) -> UpdatesElsewhere:
+        """Let another process update the weights of the servers.
+
+        Args:
+            reports_versions: whether answers report the versions that it sets, as SGLang's do.
+
+        Returns:
+            By which that process tells what it did, and learns which servers must load weights.
+        """
+        updates = UpdatesElsewhere(self._servers)
+        self._servers.bring_up = updates.bring_up
+        self._reports_versions = reports_versions and not self._has_version_key
+        return updates
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters of the servers.

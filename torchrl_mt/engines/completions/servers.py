@@ -109,7 +109,7 @@ class Servers:
         self._chosen = 0
         self.moved = 0
         """Number of prompts that left the server that had their prefix."""
-        self._bring_up = bring_up
+        self.bring_up = bring_up
         self._pause = pause
         self._places = PrefixPlaces[Server]()
         self._lock = Lock()
@@ -179,15 +179,39 @@ class Servers:
             version: the new version.
             missed: addresses of servers that failed. One that is unknown counts as all of them.
         """
-        missed = set(missed)
-        unknown = missed - {server.origin for server in self.all}
+        lacking = self._at(missed)
         with self._lock:
             for server in self.all:
-                if unknown or server.origin in missed:
+                if server in lacking:
                     server.weights, server.reason = "missed", "it missed an update of the weights"
                 else:
                     server.weights, server.away_until, server.reason = "current", 0.0, ""
             self.version = version
+
+    def missed(self, origins: Iterable[str]) -> None:
+        """Have servers load the current weights before they take another request."""
+        with self._lock:
+            for server in self._at(origins):
+                server.weights, server.reason = "missed", "it lacks the weights"
+
+    def lacking(self) -> dict[str, bool]:
+        """Addresses of servers that must load weights, and whether they may have them already."""
+        with self._lock:
+            lacking = [server for server in self.all if server.weights != "current"]
+            return {server.origin: server.weights == "doubtful" for server in lacking}
+
+    def restored(self, origins: Iterable[str]) -> None:
+        """Let servers take requests: they have loaded the current weights."""
+        with self._lock:
+            for server in self._at(origins):
+                server.weights, server.away_until, server.reason = "current", 0.0, ""
+
+    def _at(self, origins: Iterable[str]) -> list[Server]:
+        """The servers at some addresses; all if one is unknown, such as that behind a router."""
+        wanted = set(origins)
+        if wanted - {server.origin for server in self.all}:
+            return self.all
+        return [server for server in self.all if server.origin in wanted]
 
     def doubt(self, server: Server, reason: str) -> None:
         """Have a server load the current weights before it takes another request."""
@@ -235,9 +259,9 @@ class Servers:
         """Have a server load weights, in a thread of its own."""
         failure: BaseException | None = None
         try:
-            if self._bring_up is None:
+            if self.bring_up is None:
                 raise RuntimeError("call update_weights")
-            self._bring_up(server.origin, version, server.weights == "doubtful")
+            self.bring_up(server.origin, version, server.weights == "doubtful")
         except BaseException as error:
             failure = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         with self._lock:
@@ -296,5 +320,5 @@ class Servers:
             self._held is not None or version != self.version or server.weights != "current"
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
-        if error.refused and self.version and self._bring_up and server.weights == "current":
+        if error.refused and self.version and self.bring_up and server.weights == "current":
             server.weights = "doubtful"

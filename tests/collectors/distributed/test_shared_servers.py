@@ -1,0 +1,235 @@
+"""Workers whose engines share servers: no token is stamped newer than what sampled it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from functools import partial
+
+import pytest
+
+from tests.collectors.distributed.played import Talk, items
+from tests.engines.sampling_servers import cluster, version_of
+from tests.engines.test_server_weights import KINDS, OLD, refuse, weights
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.engines import CompletionsEngine, WeightUpdateError
+from torchrl_mt.testing import tiny_chat_tokenizer
+
+pytest.importorskip("httpx")
+pytest.importorskip("tenacity")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("torchrl_mt.collectors.distributed.player._WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("torchrl_mt.collectors.distributed.shared_servers._PAUSE", 0.05)
+
+
+@pytest.fixture(params=["vllm", "sglang", *OLD])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def servers(kind):
+    with cluster(KINDS[kind][0], 2) as made:
+        yield made
+
+
+def make_engine(urls, api, retries):
+    tokenizer = tiny_chat_tokenizer(list(map(str, range(1, 17))))
+    options = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 8, "max_retries": retries}
+    engine = CompletionsEngine(urls, "tiny", tokenizer, api=api, **options)
+    engine._servers._pause = 0.05
+    return engine
+
+
+@pytest.fixture
+def collect(kind, servers, in_threads, tmp_path):
+    """Make collectors of endless episodes."""
+
+    def make(pause="abort", retries=0, make=in_threads, urls=None, **more):
+        _, kind_of_weights, api = KINDS[kind]
+        on_update = kind_of_weights(servers.urls, folder=tmp_path, pause=pause)
+        factory = partial(make_engine, urls or servers.urls, api, retries)
+        options = {"episodes_per_batch": 4, **more}
+        return make(Talk, factory, items(8), on_update=on_update, **options)
+
+    return make
+
+
+def engines_of(in_threads):
+    made = [each.host for each in in_threads.backends[-1].started if each.host is not None]
+    return [host._worker._engine for host in made]
+
+
+def lacks(collector, url):
+    """Whether the collector knows that a server lacks the weights."""
+    return url in collector._player.workers.servers.lacking
+
+
+def stamps(batch):
+    """Version and true version of each sampled token."""
+    return [
+        (stamp, version_of(value))
+        for turn in batch.unbind(0)
+        for stamp, value in zip(
+            turn["versions", "response"].tolist(),
+            turn["log_probs", "response"].tolist(),
+            strict=True,
+        )
+    ]
+
+
+def test_updates_reach_every_worker_and_abort_no_episode(collect, servers):
+    with collect() as collector:
+        batches = iter(collector)
+        for version in range(4):
+            if version:
+                collector.update_policy_weights_(weights(version))
+            assert collector.policy_version == version
+            found = stamps(next(batches))
+            assert all(stamp <= true <= version for stamp, true in found)
+        assert (3, 3) in stamps(next(batches))
+        assert collector.stats()["rejected"] == 0
+
+
+def test_a_server_that_is_started_again_gets_the_weights_first(collect, servers, in_threads):
+    with collect(retries=20) as collector:
+        collector.update_policy_weights_(weights(1))
+        batches = iter(collector)
+        servers.kill(1)
+        first = servers.servers[0]
+        places = [engine._servers.all[1] for engine in engines_of(in_threads)]
+
+        def play():
+            assert {true for _, true in stamps(next(batches))} == {1}
+
+        while any(place.weights == "current" for place in places):  # one tells the others
+            play()
+        back = servers.restart(1)
+        while any(place.weights != "current" for place in places):
+            play()
+        for _ in range(4):
+            play()
+        assert back.version == first.version == 1
+
+
+def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weights(
+    collect, servers, in_threads
+):
+    with collect() as collector:
+        collector.update_policy_weights_(weights(1))
+        first, second = servers.servers
+        second.load_fault = refuse
+        with pytest.raises(WeightUpdateError, match=r"1 of 2 servers, .*out of memory"):
+            collector.update_policy_weights_(weights(2))
+        assert collector.policy_version == 2
+        assert not second.is_paused
+        # Also a worker that is started later knows of it.
+        in_threads.backends[-1].started[0].die()
+        wait_until(lambda: [engine.version for engine in engines_of(in_threads)] == [2, 2, 2])
+        batches = iter(collector)
+        for _ in range(4):
+            assert set(stamps(next(batches))) == {(2, 2)}
+        assert first.prompts
+        assert not second.prompts
+        second.load_fault = lambda: None
+        while lacks(collector, second.url):
+            assert set(stamps(next(batches))) == {(2, 2)}
+
+
+def test_an_update_that_reaches_no_server_is_not_counted(collect, servers):
+    with collect(max_consecutive_failures=1) as collector:
+        with pytest.raises(TypeError, match="source must be a model"):
+            collector.update_policy_weights_(None)
+        collector.update_policy_weights_(weights(1))
+        for server in servers.servers:
+            server.load_fault = refuse
+        with pytest.raises(WeightUpdateError, match="0 of 2 servers"):
+            collector.update_policy_weights_(weights(2))
+        assert collector.policy_version == 1
+        with pytest.raises(RuntimeError, match=r"lacks the weights of version 1: .*out of memory"):
+            list(collector)
+
+
+def test_weights_sent_otherwise_are_counted(collect, servers):
+    with collect() as collector:
+        collector.update_policy_weights_(weights(1))
+        for server in servers.servers:
+            server.version, server.label = 2, "2"
+        collector.increment_version()
+        assert collector.policy_version == 2
+        assert set(stamps(next(iter(collector)))) == {(2, 2)}
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_servers_without_updates_are_refused(collect, in_threads):
+    with pytest.raises(ValueError, match="on_update must update all servers of the engine"):
+        collect(urls=["http://localhost:1", "http://localhost:2", "http://localhost:3"])
+    assert all(worker.ended.done() for worker in in_threads.backends[-1].started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_is_stamped_newer_than_it_is(collect, servers, in_threads, kind, seed):
+    """Episodes during updates, while servers and workers are killed, started again and refuse."""
+    rng = random.Random(seed)
+    pause = "abort" if seed % 2 or "sglang" in kind else "keep"
+    over = threading.Event()
+    with collect(pause, retries=50, max_concurrency=8) as collector:
+
+        def disturb():
+            while not over.wait(rng.random() * 0.05):
+                k = rng.randrange(2)
+                action = rng.choice(["update", "update", "update", "refuse", "restart", "die"])
+                if action == "die":
+                    in_threads.backends[-1].started[-1].die()
+                elif action == "restart":
+                    url = servers.urls[k]
+                    wait_until(lambda url=url: over.is_set() or not lacks(collector, url))
+                    servers.kill(k)
+                    # It is away for so long that all know; its first weights are of version 0.
+                    while collector.policy_version and not lacks(collector, url):
+                        if over.wait(0.01):
+                            break
+                    servers.restart(k)
+                else:
+                    servers.servers[k].load_fault = refuse if action == "refuse" else lambda: None
+                    with contextlib.suppress(WeightUpdateError):
+                        collector.update_policy_weights_(weights(collector.policy_version + 1))
+                    servers.servers[k].load_fault = lambda: None
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        try:
+            found = []
+            for number, batch in enumerate(collector):
+                found += stamps(batch)
+                if number > 25 and collector.policy_version > 3:
+                    break
+        finally:
+            over.set()
+            thread.join(PATIENCE)
+    assert all(stamp <= true for stamp, true in found)
+    assert kind != "sglang" or all(stamp == true for stamp, true in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_workers_in_processes_and_actors_share_servers(collect, servers, distributed):
+    with collect(make=distributed, retries=50) as collector:
+        collector.update_policy_weights_(weights(1))
+        batches = iter(collector)
+        next(batches)
+        servers.kill(1)
+        while not lacks(collector, servers.urls[1]):
+            assert set(stamps(next(batches))) == {(1, 1)}
+        back = servers.restart(1)
+        while lacks(collector, servers.urls[1]):
+            assert set(stamps(next(batches))) == {(1, 1)}
+        assert back.version == 1
+        collector.update_policy_weights_(weights(2))
+        assert all(stamp <= true for stamp, true in stamps(next(batches)))
