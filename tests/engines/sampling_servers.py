@@ -355,15 +355,17 @@ class Cluster:
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
 
-    def _start(self, k: int, port: int) -> SamplingServer:
-        return self._stacks[k].enter_context(running(self._kind(port)))
+    def _start(self, k: int, port: int, **state: Any) -> SamplingServer:
+        server = self._kind(port)
+        vars(server).update(state)
+        return self._stacks[k].enter_context(running(server))
 
     def kill(self, k: int) -> None:
         self._stacks[k].close()
 
-    def restart(self, k: int) -> SamplingServer:
-        """Start a killed server, which has the weights of version 0."""
-        self.servers[k] = self._start(k, self.servers[k].server_port)
+    def restart(self, k: int, **state: Any) -> SamplingServer:
+        """Start a killed server, which has the weights of version 0 if ``state`` has no ``version``."""
+        self.servers[k] = self._start(k, self.servers[k].server_port, **state)
         return self.servers[k]
 
     def close(self) -> None:

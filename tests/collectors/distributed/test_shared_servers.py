@@ -141,6 +141,21 @@ def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weight
             assert set(stamps(next(batches))) == {(2, 2)}
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_was_only_away_loads_nothing(collect, servers, in_threads):
+    with collect(retries=20) as collector:
+        collector.update_policy_weights_(weights(1))
+        batches = iter(collector)
+        servers.kill(1)
+        while not lacks(collector, servers.urls[1]):
+            next(batches)
+        last = servers.servers[1]
+        back = servers.restart(1, version=last.version, label=last.label)
+        while lacks(collector, servers.urls[1]):
+            assert set(stamps(next(batches))) == {(1, 1)}
+    assert not {"/collective_rpc", "/update_weights_from_disk"} & set(back.calls)
+
+
 def test_an_update_that_reaches_no_server_is_not_counted(collect, servers):
     with collect(max_consecutive_failures=1) as collector:
         with pytest.raises(TypeError, match="source must be a model"):

@@ -45,6 +45,8 @@ class SharedServers:
         """Updates that have begun."""
         self._loading: set[str] = set()
         """Servers that are loading the last weights again."""
+        self._doubtful: set[str] = set()
+        """Servers that lack the weights only if they were started again."""
         self._lock = threading.Lock()
         workers.on_report.append(lambda report: self.bring_up(report.servers))
         workers.tell_servers(ServerStates(reports_versions=weights.reports_versions))
@@ -58,6 +60,7 @@ class SharedServers:
         """
         with self._changing:
             self._updates += 1
+            self._doubtful.clear()
             before = after = self._workers.servers
             self._workers.tell_servers(replace(before, is_updating=True))
             version = before.version + 1
@@ -100,7 +103,9 @@ class SharedServers:
         try:
             with self._changing:
                 updates, states = self._updates, self._workers.servers
-                trust = trust and url not in states.lacking
+                if trust and url not in states.lacking:
+                    self._doubtful.add(url)
+                trust = url in self._doubtful
                 # The other workers must not use it either.
                 self._workers.tell_servers(replace(states, lacking=states.lacking | {url}))
             try:
@@ -113,6 +118,7 @@ class SharedServers:
                 if self._updates == updates:
                     states = self._workers.servers
                     self._workers.tell_servers(replace(states, lacking=states.lacking - {url}))
+                    self._doubtful.discard(url)
         finally:
             with self._lock:
                 self._loading.discard(url)
