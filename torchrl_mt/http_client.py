@@ -279,9 +279,8 @@ class HttpClient:
             retry=library.retry_if_exception(self._is_retried),
             stop=library.stop_after_attempt(self._max_retries + 1),
             # Jitter, so that requests that failed together do not retry together.
-            wait=library.wait_exponential_jitter(
-                self._backoff, max=_LONGEST_BACKOFF, jitter=self._backoff
-            )
+            wait=library.wait_exponential(self._backoff, max=_LONGEST_BACKOFF)
+            + library.wait_random(0, self._backoff)
             + library.wait_exception(lambda error: error.wait),
             sleep=asyncio.sleep,
             reraise=True,
