@@ -1,6 +1,7 @@
-"""Ray, which pickles every tensor with its whole storage: what is sent must share none.
+"""What is sent over Ray: each byte of its tensors once.
 
-Ray is never imported here.
+Ray pickles every tensor with its whole storage, so prompts that are views of one tensor would be sent
+as many times as there are turns. Ray is never imported here.
 """
 
 from __future__ import annotations
@@ -8,15 +9,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
+from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
 
-__all__ = ["check_sent_buffer", "is_remote", "own_storages", "sendable"]
+from torchrl_mt.compact_pickle import dumps, loads
 
-
-def is_remote(buffer: Any) -> bool:
-    """Whether a replay buffer is in a Ray actor: a ``RayReplayBuffer`` or one of its clients."""
-    return type(buffer).__module__ == RayReplayBuffer.__module__
+__all__ = ["Sent", "check_sent_buffer", "for_buffer", "send_results_compactly"]
 
 
 def check_sent_buffer(buffer: Any) -> None:
@@ -37,25 +36,49 @@ def check_sent_buffer(buffer: Any) -> None:
         )
 
 
-def own_storages(data: TensorDictBase) -> TensorDictBase:
-    """Copy data so that no tensor is a view of a larger one.
-
-    Ragged entries are views of one tensor, so a batch of ``n`` steps would be sent ``n`` times.
-
-    Examples:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> data = TensorDict(a=torch.zeros(1000)[:2])
-        >>> own_storages(data)["a"].untyped_storage().nbytes()
-        8
-    """
-    copied: TensorDictBase = data.clone()
-    return copied
+def for_buffer(data: TensorDictBase, buffer: Any) -> Any:
+    """Data as the ``extend`` of a replay buffer should be given it."""
+    client = buffer._client if isinstance(buffer, RayReplayBuffer) else buffer
+    # TorchRL's other transport, "distributed", sends tensors one by one.
+    return Sent(data) if isinstance(client, _RayReplayBufferClient) else data
 
 
-def sendable(data: TensorDictBase) -> TensorDictBase:
-    """In a Ray actor, whose results are sent, the data with :func:`own_storages`; else as it is."""
-    return own_storages(data) if _in_actor() else data
+class Sent:
+    """Data that a Ray actor receives as it is, from a pickle with each byte of its tensors once."""
+
+    def __init__(self, data: TensorDictBase) -> None:
+        self._data = data
+
+    def to(self, device: Any) -> Sent:
+        """Move the data, as TorchRL does for an actor without a GPU."""
+        return Sent(self._data.to(device))
+
+    def __reduce__(self) -> Any:
+        return loads, _dumps(self._data)
+
+
+def send_results_compactly() -> None:
+    """In a Ray actor, have TensorDicts sent with each byte of their tensors once; else do nothing."""
+    global _sends_compactly
+    if _sends_compactly or not _in_actor():
+        return
+    register = sys.modules["ray"].util.register_serializer
+    for kind in (TensorDict, LazyStackedTensorDict):
+        register(kind, serializer=_dumps, deserializer=_loads)
+    _sends_compactly = True
+
+
+_sends_compactly = False
+
+
+def _dumps(data: TensorDictBase) -> Any:
+    if data.is_memmap() or data.is_shared():
+        data = data.clone(recurse=False)  # What arrives is neither.
+    return dumps(data, sys.modules["ray"].cloudpickle.Pickler)
+
+
+def _loads(dumped: Any) -> Any:
+    return loads(*dumped)
 
 
 def _in_actor() -> bool:

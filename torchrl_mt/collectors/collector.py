@@ -24,7 +24,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
-from torchrl_mt._hosts.ray import check_sent_buffer, is_remote, own_storages, sendable
+from torchrl_mt._hosts.ray import check_sent_buffer, for_buffer, send_results_compactly
 from torchrl_mt._hosts.torchrl import as_remote
 from torchrl_mt.checks import check_at_least, check_choice, import_extra
 from torchrl_mt.collectors.dump import EpisodeDump
@@ -346,8 +346,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 raise _TooOldError
             if self.replay_buffer is not None:
                 with self._take_back_on_error():
-                    sent = own_storages(batch) if is_remote(self.replay_buffer) else batch
-                    self.replay_buffer.extend(sent)
+                    self.replay_buffer.extend(for_buffer(batch, self.replay_buffer))
             if self.rate_limit is not None:
                 self._pace.wrote(len(episodes))
             self._run.deliver(groups, version, self.policy_version)
@@ -365,7 +364,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 version=self.policy_version,
                 **({"refused": refused} if self.accept_group else {}),
             )
-        return sendable(batch) if self.replay_buffer is None else None
+        if self.replay_buffer is not None:
+            return None
+        send_results_compactly()
+        return batch
 
     @contextmanager
     def _take_back_on_error(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.ray import sendable
+from torchrl_mt._hosts.ray import send_results_compactly
 from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
@@ -358,16 +358,17 @@ class EpisodeStorage(LazyStackStorage):
         """
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
+        send_results_compactly()
         with self.lock:
             selection = self._selected(index)
             if selection is not None:
                 read = self._store.read(selection.plan, selection.read)
                 if selection.mark is not None:
                     selection.mark(read)
-                return sendable(pack(read, self.device, batch_size=index.shape))
+                return pack(read, self.device, batch_size=index.shape)
             rows, shape = self._rows(index)
             data = self._pack(RowPlan(rows), batch_size=shape)
-        return sendable(data[0] if shape is None else data)
+        return data[0] if shape is None else data
 
     def _selected(self, index: Tensor) -> Selection | None:
         """Return the selection that a sampler made for this index tensor, the first time."""
