@@ -49,6 +49,7 @@ from tables import Part, Row, show
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.compact_pickle import dumps
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
@@ -176,6 +177,12 @@ def unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def sent_over_ray(batch: Any) -> int:
+    """Bytes that a collector sends of a batch to a buffer in a Ray actor."""
+    structure, memory = dumps(batch)
+    return len(structure) + sum(part.data.nbytes for part in memory)
+
+
 def sizes(args: argparse.Namespace) -> Iterator[Row]:
     """Bytes of an episode in each form."""
     batch, per_episode = args.batch, MEAN_TURNS / len(args.batch)
@@ -198,6 +205,7 @@ def sizes(args: argparse.Namespace) -> Iterator[Row]:
         ("requests to a completions server (JSON)", requests),
         ("its replies, with log-probabilities (JSON)", replies),
         ("TED from collector to buffer (torch.save)", args.costs.episode_bytes),
+        ("the same over Ray", sent_over_ray(batch) * per_episode),
         ("the same with pickle alone", len(pickle.dumps(batch, protocol=5)) * per_episode),
         ("in a full buffer", storage.nbytes * MEAN_TURNS / len(storage)),
         ("rows without padding", row_bytes * row_tokens / used * per_episode),

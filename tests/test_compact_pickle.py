@@ -133,13 +133,12 @@ def test_each_used_byte_is_sent_once_and_no_other(tensors):
     for got, expected in zip(sent(tensors), tensors, strict=True):
         assert_same(got, expected)
     _, memory = dumps(tensors)
-    runs = [run for part in memory for run in part.runs]
-    # Columns with gaps are copied, at their own size; a run begins at a multiple of 16.
+    sent_bytes = sum(part.data.nbytes for part in memory)
+    # Columns with gaps are copied, at their own size.
     with_gaps = [tensor for tensor in tensors if tensor.numel() and not is_dense(tensor)]
     copied = sum(tensor.nbytes for tensor in with_gaps)
     dense = [tensor for tensor in tensors if tensor.numel() and is_dense(tensor)]
-    assert sum(run.nbytes for run in runs) <= len(used_bytes(dense)) + copied + 15 * len(runs)
-    assert sum(run.nbytes for run in runs) <= sum(each.nbytes + 15 for each in tensors)
+    assert sent_bytes == len(used_bytes(dense)) + copied
 
 
 def is_dense(tensor):
@@ -167,7 +166,7 @@ def test_growing_prompts_are_linear():
     line = torch.arange(16_000)
     prompts = lazy_stack([TensorDict(prompt=line[: 200 * (n + 1)]) for n in range(80)])
     structure, memory = dumps(prompts)
-    assert [run.nbytes for run in memory[0].runs] == [line.nbytes]
+    assert memory[0].data.nbytes == line.nbytes
     assert len(structure) < 80 * 150
     got = loads(structure, memory).get("prompt", as_list=True)
     assert len({prompt.untyped_storage().data_ptr() for prompt in got}) == 1
@@ -177,13 +176,19 @@ def test_growing_prompts_are_linear():
 def test_a_slice_of_a_large_batch_is_sent_alone():
     line = torch.arange(100_000)
     _, (memory,) = dumps([line[10:20], line[15:30], line[99_990:]])
-    assert memory.starts == [80, 8 * 99_990]
-    assert [run.nbytes for run in memory.runs] == [160, 80]
+    assert memory.runs == [(80, 240), (8 * 99_990, 800_000)]
+    assert memory.data.nbytes == 240
+
+
+def test_what_does_not_overlap_arrives_apart():
+    parts = sent(list(torch.arange(9).split([2, 3, 4])))
+    assert [part.untyped_storage().nbytes() - part.nbytes for part in parts] == [0, 0, 8]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 3
 
 
 def test_what_is_unpickled_outlives_and_spares_what_was_pickled():
     line = torch.arange(4)
-    (got,) = loads(*dumps([line[1:]]))  # Not even sent: the arrays of `dumps` show its memory.
+    (got,) = loads(*dumps([line[1:]]))
     got += 1
     assert line.tolist() == [0, 1, 2, 3]
     assert got.tolist() == [2, 3, 4]
@@ -191,7 +196,7 @@ def test_what_is_unpickled_outlives_and_spares_what_was_pickled():
 
 def test_arrays_that_may_not_be_written_give_tensors_that_may():
     structure, memory = dumps(torch.arange(3))
-    memory[0].runs[0].flags.writeable = False
+    memory[0].data.flags.writeable = False
     assert loads(structure, memory).add_(1).tolist() == [1, 2, 3]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from copyreg import dispatch_table
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -29,10 +30,10 @@ class Memory(NamedTuple):
     """The bytes of one storage that tensors use."""
 
     device: torch.device
-    starts: list[int]
-    """First byte of each run of consecutive bytes, ascending."""
-    runs: list[np.ndarray]
-    """uint8 arrays, which Ray sends without a copy."""
+    runs: list[tuple[int, int]]
+    """First byte and end of each run of bytes in the storage, ascending; none overlap."""
+    data: np.ndarray
+    """Their bytes, one run after the other, uint8; Ray sends arrays without a copy."""
 
 
 def dumps(data: Any, pickler: type = cloudpickle.Pickler) -> tuple[bytes, list[Memory]]:
@@ -43,14 +44,13 @@ def dumps(data: Any, pickler: type = cloudpickle.Pickler) -> tuple[bytes, list[M
         pickler: a subclass of ``pickle.Pickler``, with the reducers of cloudpickle.
 
     Returns:
-        The arguments of :func:`loads`: a pickle with a place for each tensor, and what the tensors
-        show, as views of the data's memory.
+        The arguments of :func:`loads`: a pickle with a place for each tensor, and what they show.
 
     Examples:
         >>> line = torch.arange(1000)
         >>> structure, memory = dumps([line[:end] for end in (2, 400, 600)])
-        >>> [part.nbytes for part in memory[0].runs]
-        [4800]
+        >>> memory[0].data.nbytes
+        4800
         >>> loads(structure, memory)[0]
         tensor([0, 1])
     """
@@ -62,17 +62,13 @@ def dumps(data: Any, pickler: type = cloudpickle.Pickler) -> tuple[bytes, list[M
 def loads(structure: bytes, memory: list[Memory]) -> Any:
     """Rebuild what :func:`dumps` was given.
 
-    Tensors share memory only if they did so before, and only with each other: a write to one of them
-    changes no more than it would have changed there. Columns with gaps, such as ``x[:, 0]``, share none.
+    Tensors that overlapped in memory, such as growing prompts, share it again; all others are
+    independent. So are overlapping columns with gaps, such as ``x[:, :2]`` and ``x[:, 1:]``.
     """
     return _Unpickler(structure, memory).load()
 
 
 # ---- writing --------------------------------------------------------------------------------------
-
-_ALIGNMENT = 16
-"""Runs begin at multiples of it: the largest element, complex128, has so many bytes."""
-
 
 _Place = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """What a tensor shows: number of the memory, first byte in the storage, dtype, size and stride."""
@@ -88,13 +84,12 @@ class _Storage:
     """First byte and end of each part."""
 
     def memory(self) -> Memory:
-        runs = _merged(self.used)
-        as_bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.whole)
-        return Memory(
-            self.device,
-            [start for start, _ in runs],
-            [as_bytes[start:stop].cpu().numpy() for start, stop in runs],
-        )
+        runs = _joined(self.used) or [(0, 0)]
+        first, end = runs[0][0], runs[-1][1]
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.whole)
+        data = whole[first:end].cpu().numpy()
+        parts = [data[start - first : stop - first] for start, stop in runs]
+        return Memory(self.device, runs, np.concatenate(parts))
 
 
 class _Storages:
@@ -143,16 +138,15 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _merged(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join parts that overlap or touch; each begins at a multiple of ``_ALIGNMENT``."""
-    merged: list[tuple[int, int]] = []
+def _joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join parts that overlap."""
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
-        start -= start % _ALIGNMENT
-        if merged and start <= merged[-1][1]:
-            start, before = merged.pop()
+        if joined and start < joined[-1][1]:
+            start, before = joined.pop()
             stop = max(stop, before)
-        merged.append((start, stop))
-    return merged
+        joined.append((start, stop))
+    return joined
 
 
 @lru_cache
@@ -182,23 +176,31 @@ def _with_places(pickler: Any) -> Any:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, structure: bytes, memory: list[Memory]) -> None:
         super().__init__(io.BytesIO(structure))
-        self._memory = [
-            (part.device, part.starts, [_storage_of(run, part.device) for run in part.runs])
-            for part in memory
-        ]
+        self._memory = [(part.device, part.runs, _storages_of(part)) for part in memory]
 
     def persistent_load(self, place: Any) -> Tensor:
         if isinstance(place, Tensor):
             return place
         number, offset, dtype, size, stride = place
-        device, starts, runs = self._memory[number]
+        device, runs, storages = self._memory[number]
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
-        run = bisect_right(starts, offset) - 1
-        first = (offset - starts[run]) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=device).set_(runs[run], first, size, stride)
+        run = bisect_right(runs, offset, key=itemgetter(0)) - 1
+        first = (offset - runs[run][0] + runs[run][0] % _ALIGNMENT) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=device).set_(storages[run], first, size, stride)
 
 
-def _storage_of(run: np.ndarray, device: torch.device) -> torch.UntypedStorage:
-    """Copy bytes to a storage: Ray's may not be written to."""
-    return torch.from_numpy(run.copy()).to(device).untyped_storage()
+_ALIGNMENT = 16
+"""Bytes of the largest element, complex128: a run keeps its place between multiples of it."""
+
+
+def _storages_of(memory: Memory) -> list[torch.UntypedStorage]:
+    """Copy each run to a storage of its own; Ray's memory may not be written to."""
+    storages, taken = [], 0
+    for start, stop in memory.runs:
+        before = start % _ALIGNMENT
+        data = np.empty(before + stop - start, np.uint8)
+        data[before:] = memory.data[taken : taken + stop - start]
+        storages.append(torch.from_numpy(data).to(memory.device).untyped_storage())
+        taken += stop - start
+    return storages
