@@ -230,6 +230,43 @@ def test_long_calls_are_seen(in_threads, tmp_path, monkeypatch):
         wait_until(lambda: collector.stats()["accepted"] == 8)
 
 
+class Unreadable:
+    """Can be pickled, and not be unpickled."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (
+            threading.Lock(),
+            r"pickling the item \{'k': 1, 'thing': <unlocked _thread\.lock.* raised ",
+        ),
+        (Unreadable(), r"the item was sent to a worker, but unpickling it there raised ValueError"),
+    ],
+)
+def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said):
+    bad = {"k": 1, "thing": thing}
+    with in_threads(Talk, SeededEngine, [*items(1), bad, *items(1)], **OPTIONS) as collector:
+        assert sum(map(len, collector)) == 4
+        assert collector.stats()["rejected/TypeError"] >= 1
+        with pytest.raises(RuntimeError, match=f"no episode .* TypeError: .*{said}"):
+            collector.evaluate([bad])
+
+
+def test_sampling_that_cannot_be_sent_ends_the_run(in_threads):
+    options = {**OPTIONS, "sampling": {"lock": threading.Lock()}, "cycle": True}
+    with (
+        in_threads(
+            Talk, SeededEngine, items(4), max_consecutive_failures=3, **options
+        ) as collector,
+        pytest.raises(RuntimeError, match=r"3 episodes .* arguments of sampling are sent to the w"),
+    ):
+        next(iter(collector))
+
+
 def test_bad_data_leaves_no_workers(in_threads):
     with pytest.raises(ValueError, match="data"):
         in_threads(Talk, SeededEngine, [], **OPTIONS)

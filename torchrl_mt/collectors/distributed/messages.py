@@ -25,38 +25,55 @@ __all__ = ["Played", "Task", "WorkerTraceback", "answer", "failure", "read_answe
 class Task:
     """An episode to play; the fields are those of :class:`~torchrl_mt.collectors.Episode`."""
 
-    data: Any
+    data: bytes
+    """The item, pickled."""
     group: int
     traj_id: int
     rank: int
     group_number: int
     is_eval: bool
-    sampling: Mapping[str, Any]
-    """Arguments for the engine's ``generate``."""
+    sampling: bytes
+    """Arguments for the engine's ``generate``, pickled."""
 
     @classmethod
     def of(cls, episode: Episode, sampling: Mapping[str, Any]) -> Task:
-        """The task to play a new episode."""
+        """The task to play a new episode.
+
+        Raises:
+            TypeError: if the item or a sampling argument cannot be pickled.
+        """
         return cls(
-            episode.data,
+            _sent("items of data", "the item", episode.data),
             episode.group,
             episode.traj_id,
             episode.rank,
             episode.group_number,
             episode.is_eval,
-            sampling,
+            _sent("arguments of sampling", "the arguments", sampling),
         )
 
     def episode(self) -> Episode:
-        """The episode to fill."""
+        """The episode to fill.
+
+        Raises:
+            TypeError: if the item cannot be unpickled here.
+        """
         return Episode(
-            self.data,
+            _received("the item", self.data),
             self.group,
             self.traj_id,
             rank=self.rank,
             group_number=self.group_number,
             is_eval=self.is_eval,
         )
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments for the engine's ``generate``.
+
+        Raises:
+            TypeError: if they cannot be unpickled here.
+        """
+        return _received("sampling", self.sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +113,37 @@ class Played:
         episode.judged = self.judged
         episode.oldest_elsewhere = episode.calls.elsewhere = None
         episode.calls.seconds.update(self.seconds)
+
+
+def _sent(what: str, one: str, value: Any) -> bytes:
+    """Pickle a part of a task; ``what`` is its kind, and ``one`` names it."""
+    try:
+        return pickled(value, with_main=True)
+    except Exception as error:
+        raise TypeError(
+            f"{what} are sent to the workers, but pickling {one} {_shown(value)} raised "
+            f"{type(error).__name__}: {error}. Give plain data (numbers, text, lists, dicts, arrays), and "
+            "have the environment make the rest of it."
+        ) from error
+
+
+def _received(what: str, data: bytes) -> Any:
+    """Unpickle a part of a task."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise TypeError(
+            f"{what} was sent to a worker, but unpickling it there raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value's ``repr``."""
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"of type {type(value).__name__}"
 
 
 class WorkerTraceback(Exception):

@@ -87,12 +87,12 @@ class EpisodeWorker:
 
     async def play(self, task: Task) -> Played:
         """Play an episode."""
-        episode = task.episode()
+        episode, sampling = task.episode(), task.arguments()
         current = asyncio.current_task()
         assert current is not None
         self._running[task.traj_id] = (episode, current)
         try:
-            error = await self._player.failure_of(episode, task.sampling, ExpectedEntries())
+            error = await self._player.failure_of(episode, sampling, ExpectedEntries())
         finally:
             del self._running[task.traj_id]
         return Played.of(episode, error)
