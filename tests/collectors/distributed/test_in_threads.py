@@ -149,6 +149,43 @@ def test_weights_that_no_engine_takes_count_nowhere(in_threads):
             versions_are_right(batch)
 
 
+def test_updates_after_shutdown_are_refused(in_threads):
+    seen = []
+    for more in ({}, {"on_update": seen.append}):
+        collector = in_threads(Talk, SeededEngine, items(4), **OPTIONS, **more)
+        collector.shutdown()
+        for call in (
+            lambda c: c.update_policy_weights_(weights(1.0)),
+            lambda c: c.update_policy_weights_(),
+            lambda c: c.increment_version(),
+            lambda c: c.set_seed(1),
+            next,
+        ):
+            with pytest.raises(RuntimeError, match="was shut down: make a new one"):
+                call(iter(collector) if call is next else collector)
+        assert collector.policy_version == 0
+    assert not seen
+
+
+def test_a_shutdown_ends_an_update_with_an_error(in_threads):
+    with in_threads(Talk, StuckEngine, items(4), **OPTIONS) as collector:
+        may_load.clear()
+        started = in_threads.backends[-1].started
+        closing = threading.Thread(
+            target=lambda: (
+                wait_until(lambda: all("update" in each.methods for each in started)),
+                collector.shutdown(0.0, raise_on_error=False),
+            )
+        )
+        closing.start()
+        try:
+            with pytest.raises(RuntimeError, match="was shut down"):
+                collector.update_policy_weights_(weights(1.0))
+        finally:
+            may_load.set()
+            closing.join()
+
+
 def test_on_update_sends_the_weights_elsewhere(in_threads):
     seen = []
     with in_threads(Talk, SeededEngine, items(4), on_update=seen.append, **OPTIONS) as collector:
@@ -292,6 +329,17 @@ def test_bad_input_is_named(in_threads, policy, more, message):
     with pytest.raises((TypeError, ValueError), match=message):
         in_threads(env, policy, items(2), **options)
     assert not in_threads.backends
+
+
+may_load = threading.Event()
+
+
+class StuckEngine(SeededEngine):
+    """Takes weights once it may."""
+
+    def update_weights(self, source):
+        may_load.wait(PATIENCE)
+        return super().update_weights(source)
 
 
 may_start = threading.Event()

@@ -122,8 +122,8 @@ def _sent(what: str, one: str, value: Any) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{what} are sent to the workers, but pickling {one} {_shown(value)} raised "
-            f"{type(error).__name__}: {error}. Give plain data (numbers, text, lists, dicts, arrays), and "
-            "have the environment make the rest of it."
+            f"{type(error).__name__}: {error}. Give plain data (numbers, text, lists, dicts, arrays), "
+            "and have the environment make the rest of it."
         ) from error
 
 

@@ -215,8 +215,13 @@ class RemoteEngine:
         raise RuntimeError("the engines of this collector sample in its workers only.")
 
     def update_weights(self, source: Any) -> int:
-        """Send weights to all workers, or call ``on_update``; return the new version."""
+        """Send weights to all workers, or call ``on_update``; return the new version.
+
+        Raises:
+            RuntimeError: if the collector was shut down.
+        """
         with self._lock:
+            self._workers.check_open()
             try:
                 if self._servers is not None:
                     self._servers.update(source)

@@ -230,9 +230,11 @@ class Workers:
         Others load these weights before they play.
         """
         with self._lock:
+            self.check_open()
             before, self._weights = self._weights, weights
             calls = self._call_all(method, weights.version, *args, shared=shared)
         wait([call for _, call in calls])
+        self.check_open()
         failed = [
             (worker, error)
             for worker, call in calls
@@ -285,6 +287,7 @@ class Workers:
     def set_seed(self, seed: int) -> None:
         """Seed the generators of the workers that play, each differently."""
         with self._lock:
+            self.check_open()
             calls = [
                 slot.handle.call("seed", random_word(seed, slot.index))
                 for slot in self._slots
@@ -304,13 +307,13 @@ class Workers:
         try:
             worker = self._backend.start(slot.index, random_word(self._seed, next(self._starts)))
             with self._lock:
-                self._check_open()
+                self.check_open()
                 self._handles.add(worker)
             facts = worker.call("facts").result()
             loaded: _Weights | None = None
             while True:
                 with self._lock:
-                    self._check_open()
+                    self.check_open()
                     if self._weights is None:
                         self._weights, self.facts = _Weights(facts["version"]), facts
                     if loaded is self._weights:
@@ -332,9 +335,10 @@ class Workers:
         )
         return None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ``RuntimeError`` once the workers are closed."""
         if self._closed:
-            raise RuntimeError("the collector was shut down.")
+            raise RuntimeError("the collector was shut down: make a new one.")
 
     def _start_first(self, slot: _Slot) -> None:
         """Start the first worker of a place."""
