@@ -13,6 +13,7 @@ from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
+from torchrl_mt.testing import tiny_chat_tokenizer
 
 
 def test_the_collector_owns_the_engine_that_a_factory_makes(tokenizer):
@@ -31,6 +32,21 @@ def test_the_collector_owns_the_engine_that_a_factory_makes(tokenizer):
         assert made.pop().closed
 
 
+class FivesEngine(ScriptedEngine):
+    def __init__(self):
+        tokenizer = tiny_chat_tokenizer(list(map(str, range(10))))
+        super().__init__(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+
+
+def test_a_class_may_be_a_factory_also_by_name():
+    for policy in (FivesEngine, f"{__name__}.FivesEngine"):
+        with MultiTurnCollector(Chat, policy, episodes_per_batch=1) as collector:
+            next(iter(collector))
+            engine = collector.engine
+            assert type(engine) is FivesEngine
+        assert engine.closed
+
+
 def test_an_engine_that_was_given_stays_open(engine):
     with MultiTurnCollector(Chat, engine, episodes_per_batch=1):
         pass
@@ -44,7 +60,15 @@ class Shouting(nn.Module):
 
 @pytest.mark.parametrize(
     ("policy", "got"),
-    [(Shouting(), "got Shouting"), (lambda td: td, "got function"), (lambda: Chat(), "got Chat")],
+    [
+        (Shouting(), "got Shouting: wrap a model"),
+        (3, "got int: wrap a model"),
+        (lambda td: td, "got function: it needs arguments"),
+        (ScriptedEngine, "got the class ScriptedEngine: it needs arguments"),
+        (lambda: Chat(), "got Chat from function"),
+        (lambda: FivesEngine, "got type from function"),
+        (Chat, "got Chat from the class Chat"),
+    ],
 )
 def test_what_makes_no_engine_is_refused(policy, got):
     with pytest.raises(TypeError, match=got):

@@ -490,7 +490,7 @@ def test_what_is_no_engine_or_environment_is_refused(guesser, model):
     with pytest.raises(TypeError, match=r"policy must be an engine .* got Qwen2ForCausalLM"):
         MultiTurnCollector(GuessNumber, model, episodes_per_batch=1)
     with pytest.raises(
-        TypeError, match=r"policy must be an engine .* got the class ScriptedEngine"
+        TypeError, match=r"policy must be .* got the class ScriptedEngine: it needs arguments"
     ):
         MultiTurnCollector(GuessNumber, ScriptedEngine, episodes_per_batch=1)
     with pytest.raises(ImportError, match=r'named as "package.module.Class", got \'GuessNumber\''):

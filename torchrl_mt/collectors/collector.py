@@ -91,9 +91,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             that makes one, a workflow (an object with ``async def arun_episode(engine, data)``) or an
             agent (an object with ``run``, see :class:`~torchrl_mt.agents.Agent`); or a class of these,
             or its name as ``"package.module.Class"``.
-        policy: the engine that samples the responses, a TorchRL LLM wrapper, or a factory: a function
-            without arguments that makes one of the two. The collector closes only the engines that it
-            makes from wrappers and factories.
+        policy: the engine that samples the responses, a TorchRL LLM wrapper, or a factory: a function or
+            class that makes one of the two without arguments, or its name as
+            ``"package.module.function"``. The collector closes only the engines that it makes from
+            wrappers and factories.
         data: the items, one per group: any iterable, a ``DataLoader``, a data set, or a
             :class:`~torchrl_mt.collectors.Curriculum`, which chooses items by how episodes went.
             Without data, every group's item is ``{"seed": k}`` with a new ``k``.

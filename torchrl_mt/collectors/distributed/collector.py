@@ -41,9 +41,9 @@ class RayMultiTurnCollector(MultiTurnCollector):
     Args:
         env: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It is pickled, with
             ``cloudpickle`` where needed.
-        policy_factory: a function without arguments that makes an engine or a TorchRL LLM wrapper, or
-            its name as ``"package.module.function"``. Every actor calls it once. Or a list of one for
-            each actor, such as one for each GPU.
+        policy_factory: a function or class that makes an engine or a TorchRL LLM wrapper without
+            arguments, or its name as ``"package.module.function"``. Every actor calls it once. Or a list
+            of one for each actor, such as one for each GPU.
         data: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It stays in this process; items
             are sent.
         num_collectors: number of actors.
@@ -63,7 +63,7 @@ class RayMultiTurnCollector(MultiTurnCollector):
             is called by the actors, ``accept_group`` and ``postproc`` in this process.
 
     Raises:
-        TypeError: if ``policy_factory`` is no function, or an argument cannot be pickled.
+        TypeError: if ``policy_factory`` makes no engine, or an argument cannot be pickled.
         ValueError: if a number is out of range, ``backend`` is unknown, or ``port`` is given.
         ImportError: if Ray is not installed.
         Exception: the error of ``policy_factory``; the cause is its traceback in the actor.
@@ -160,7 +160,7 @@ class MultiProcessCollector(RayMultiTurnCollector):
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`.
 
     Raises:
-        TypeError: if ``policy_factory`` is no function, or an argument cannot be pickled.
+        TypeError: if ``policy_factory`` makes no engine, or an argument cannot be pickled.
         ValueError: if a number is out of range, or ``port`` is given.
         Exception: the error of ``policy_factory``; the cause is its traceback in the process.
 

@@ -56,9 +56,9 @@ class EpisodeWorker:
         seed_generators(seed)
         if isinstance(policy_factory, (list, tuple)):
             policy_factory = policy_factory[index]
-        is_name = isinstance(policy_factory, str)
-        make = named(policy_factory, "policy_factory") if is_name else policy_factory
-        self._player = EpisodePlayer(options.pop("env"), make(), **options)
+        if isinstance(policy_factory, str):
+            policy_factory = named(policy_factory, "policy_factory")
+        self._player = EpisodePlayer(options.pop("env"), policy_factory, **options)
         self._engine = VersionOffset(self._player.engine, 0)
         self._player.engine = self._engine
         self._running: dict[int, tuple[Episode, asyncio.Task[Any]]] = {}

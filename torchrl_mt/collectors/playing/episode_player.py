@@ -18,7 +18,7 @@ from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.playing.dialogue import Dialogue
-from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, resolve
+from torchrl_mt.collectors.playing.env_factory import Make, MakePlayer, named, resolve
 from torchrl_mt.collectors.playing.env_workers import EnvWorkers
 from torchrl_mt.collectors.playing.play_episode import play_episode
 from torchrl_mt.collectors.settings import AgentOptions, ChatOptions
@@ -84,7 +84,9 @@ class EpisodePlayer:
     ) -> None:
         vision = None if processor is None else VisionProcessor.of(processor)
         with_tokenizer = vision.tokenizer if vision and tokenizer is None else tokenizer
-        engine = as_engine(policy, with_tokenizer)
+        engine = as_engine(
+            named(policy, "policy") if isinstance(policy, str) else policy, with_tokenizer
+        )
         self.engine: Engine = engine
         self.limits = limits
         self.accept = accept

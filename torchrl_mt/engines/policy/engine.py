@@ -383,43 +383,43 @@ def as_engine(policy: Any, tokenizer: Any) -> Engine:
     """Wrap a policy in an engine.
 
     Args:
-        policy: an engine, which is returned unchanged, a TorchRL LLM wrapper, or a function without
-            arguments that makes one of the two.
+        policy: an engine, which is returned unchanged, a TorchRL LLM wrapper, or a function or class
+            that makes one of the two without arguments.
         tokenizer: tokenizer for the wrapper.
 
     Raises:
         TypeError: if ``policy`` is none of these.
     """
-    if _is_factory(policy):
-        made = policy()
-        if _is_factory(made) or not isinstance(made, (Engine, LLMWrapperBase)):
-            raise TypeError(
-                "policy must return an engine or a TorchRL LLM wrapper if it is a function, got "
-                f"{type(made).__name__}."
-            )
-        return as_engine(made, tokenizer)
     if isinstance(policy, LLMWrapperBase):
         return PolicyEngine(policy, tokenizer=tokenizer)
-    if isinstance(policy, type):
-        raise TypeError(
-            "policy must be an engine (generate, update_weights, version, close), got the class "
-            f"{policy.__name__}: make an instance of it."
-        )
-    if isinstance(policy, Engine):
+    if isinstance(policy, Engine) and not isinstance(policy, type):
         return policy
+    is_class = isinstance(policy, type)
+    got = f"the class {policy.__name__}" if is_class else type(policy).__name__
+    if isinstance(policy, nn.Module) or not callable(policy):
+        advice = "wrap a model as TransformersEngine(model, tokenizer)"
+    elif not _takes_no_arguments(policy):
+        advice = "it needs arguments, so give a function that passes them, lambda: ...(...)"
+    else:
+        made = policy()
+        if isinstance(made, (Engine, LLMWrapperBase)) and not isinstance(made, type):
+            return as_engine(made, tokenizer)
+        raise TypeError(
+            "policy must make an engine or a TorchRL LLM wrapper if it is a function or a class, got "
+            f"{type(made).__name__} from {got}."
+        )
     raise TypeError(
         "policy must be an engine (generate, update_weights, version, close), a TorchRL LLM wrapper, or "
-        f"a function without arguments that makes one, got {type(policy).__name__}: wrap a model as "
-        "TransformersEngine(model, tokenizer)."
+        f"a function or class that makes one without arguments, got {got}: {advice}."
     )
 
 
-def _is_factory(policy: Any) -> bool:
-    """Whether ``policy`` is to be called without arguments for an engine."""
-    if isinstance(policy, (type, nn.Module, Engine)) or not callable(policy):
-        return False
+def _takes_no_arguments(factory: Callable[..., Any]) -> bool:
+    """Whether a function or a class can be called without arguments, as far as is known."""
     try:
-        inspect.signature(policy).bind()
-    except (TypeError, ValueError):
+        inspect.signature(factory).bind()
+    except TypeError:
         return False
+    except ValueError:  # Such as functions that are written in C.
+        return True
     return True
