@@ -27,6 +27,7 @@ class ThreadHandle:
     """A worker in a thread of this process, which can die."""
 
     def __init__(self, setup, index, seed):
+        self.name = f"the worker {index}"
         self.ended = Future()
         self.lock, self.gone = threading.Lock(), None
         self.calls, self.plays = [], []

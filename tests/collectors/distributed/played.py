@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from tests.waiting import PATIENCE
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
+
+has_hung, may_go_on = threading.Event(), threading.Event()
+"""Whether a worker in a thread hangs or has hung, and whether it may go on."""
 
 
 class Talk(TextEnv):
@@ -31,6 +36,9 @@ class Talk(TextEnv):
         self.turn += 1
         if self.data.get("dies"):
             os._exit(7)
+        if self.data.get("hangs") and not has_hung.is_set():
+            has_hung.set()
+            may_go_on.wait(PATIENCE)
         if (flag := self.data.get("wait_for")) is not None:
             while not os.path.exists(flag):
                 await asyncio.sleep(0.01)

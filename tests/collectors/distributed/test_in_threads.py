@@ -13,8 +13,10 @@ from tests.collectors.distributed.played import (
     SeededEngine,
     Talk,
     broken_engine,
+    has_hung,
     items,
     ledger,
+    may_go_on,
     slow_engine,
     weights,
 )
@@ -265,6 +267,58 @@ def test_long_calls_are_seen(in_threads, tmp_path, monkeypatch):
         wait_until(lambda: collector.stats()["waiting/longest"] > 0.05)
         flag.touch()
         wait_until(lambda: collector.stats()["accepted"] == 8)
+
+
+@pytest.fixture
+def one_hangs(in_threads, monkeypatch):
+    """Make collectors of which a worker hangs until ``may_go_on``; their patience is short."""
+    monkeypatch.setattr("torchrl_mt.collectors.distributed.player._WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", 0.3)
+    said = []
+    monkeypatch.setattr(
+        workers._logger, "warning", lambda text, *args, **_: said.append(text % args)
+    )
+    data = [{"k": 1, "turns": 1, "hangs": True}, *items(7)]
+
+    def make(**limits):
+        options = {**OPTIONS, "limits": Limits(**limits), "group_size": 1, "max_retries": 99}
+        return in_threads(Talk, SeededEngine, data, **options), said
+
+    has_hung.clear()
+    may_go_on.clear()
+    yield make
+    may_go_on.set()
+
+
+def test_a_worker_that_hangs_is_named_and_not_asked_again(in_threads, one_hangs):
+    collector, said = one_hangs()
+    with collector:
+        going_on = threading.Thread(target=lambda: (wait_until(lambda: said), may_go_on.set()))
+        going_on.start()
+        (batch,) = list(collector)  # It waited for the worker.
+        assert len(ledger([batch])) == 7
+        wait_until(lambda: len(said) == 2)
+        going_on.join()
+        asked = [each.methods.count("report") for each in in_threads.backends[-1].started]
+    hung, again = said
+    assert "has not answered for 0 s" in hung
+    assert again == f"{hung[:12]} answers again."
+    assert min(asked) < max(asked)
+
+
+@pytest.mark.parametrize("timeout", ["episode_timeout", "turn_timeout"])
+def test_time_runs_out_for_episodes_of_a_worker_that_hangs(in_threads, one_hangs, timeout):
+    collector, _ = one_hangs(**{timeout: 0.2})
+    iterator = iter(collector)  # Its end is the collector's, which waits for the worker.
+    try:
+        batch = next(iterator)
+        stats = collector.stats()
+    finally:
+        may_go_on.set()
+        collector.shutdown()
+    assert len(ledger([batch])) == 7  # What waited for the worker was played by the other.
+    assert stats["rejected"] == stats[f"rejected/{timeout}"] >= 2
 
 
 class Unreadable:

@@ -28,7 +28,13 @@ from tests.collectors.distributed.played import (
 )
 from tests.collectors.distributed.test_in_threads import balanced, versions_are_right
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiProcessCollector, MultiTurnCollector, RayMultiTurnCollector
+from torchrl_mt.collectors import (
+    Limits,
+    MultiProcessCollector,
+    MultiTurnCollector,
+    RayMultiTurnCollector,
+)
+from torchrl_mt.collectors.distributed import workers
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +174,48 @@ def test_an_item_that_kills_whoever_plays_it_is_named():
         pytest.raises(RuntimeError, match=r"died 3 times in a row|poison"),
     ):
         list(collector)
+
+
+def stop_one(collector, monkeypatch):
+    """Stop a worker's process once episodes run."""
+    monkeypatch.setattr(workers, "SLOW_SECONDS", 1.0)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", 2.0)
+    wait_until(lambda: collector.stats()["running"] == 16)
+    os.kill(pids_of(collector)[0], signal.SIGSTOP)
+    return pids_of(collector)[0]
+
+
+def test_time_runs_out_for_episodes_of_a_stopped_worker(monkeypatch):
+    monkeypatch.setattr(workers, "_CLOSE_SECONDS", 0.5)
+    data = items(8, turns=20, sleep=0.1)
+    options = {**OPTIONS, "limits": Limits(episode_timeout=5.0), "max_retries": 99}
+    with MultiProcessCollector(Talk, SeededEngine, data, num_collectors=2, **options) as collector:
+        stopping = threading.Thread(target=stop_one, args=[collector, monkeypatch])
+        stopping.start()
+        batches = list(collector)
+        stopping.join()
+        stats = collector.stats()
+    assert len(ledger(batches)) == stats["accepted"] == 32
+    assert stats["rejected"] == stats["rejected/episode_timeout"] >= 1
+
+
+def test_episodes_of_a_stopped_worker_wait_for_it(monkeypatch, caplog):
+    data = items(4, turns=20, sleep=0.1)
+    with MultiProcessCollector(Talk, SeededEngine, data, num_collectors=2, **OPTIONS) as collector:
+
+        def stop_and_go():
+            pid = stop_one(collector, monkeypatch)
+            wait_until(lambda: "has not answered for 2 s" in caplog.text)
+            os.kill(pid, signal.SIGCONT)
+
+        stopping = threading.Thread(target=stop_and_go)
+        stopping.start()
+        batches = list(collector)
+        stopping.join()
+        stats = collector.stats()
+    assert len(ledger(batches)) == stats["accepted"] == stats["started"] == 16
+    assert "(pid " in caplog.text
+    assert "answers again" in caplog.text
 
 
 def test_functions_that_no_module_has_are_sent():

@@ -17,6 +17,8 @@ class WorkerDied(Interrupted):
 class Handle(Protocol):
     """A worker, from outside. May be used in any thread."""
 
+    name: str
+    """What the log calls it."""
     ended: Future[None]
     """Raises :class:`WorkerDied` once the worker is gone."""
 

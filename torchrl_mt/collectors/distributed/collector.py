@@ -125,6 +125,7 @@ class RayMultiTurnCollector(MultiTurnCollector):
         return RemotePlayer(
             partial(self._make_backend, setup),
             self.num_collectors,
+            limits=options["limits"],
             tokenizer=options["tokenizer"],
             processor=options["processor"],
             **self._of_workers,

@@ -23,6 +23,7 @@ from torchrl_mt.collectors.distributed.weights import pack_weights
 from torchrl_mt.collectors.distributed.worker import Report
 from torchrl_mt.collectors.distributed.workers import Workers, WorkersFailedError
 from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.server_weights import ServerWeights
@@ -87,6 +88,7 @@ class RemotePlayer:
     Args:
         make_backend: makes the backend of the workers.
         number: number of workers.
+        limits: limits of an episode; time that is over ends it also if its worker does not answer.
         max_restarts: see :class:`~torchrl_mt.collectors.distributed.workers.Workers`.
         on_update: see :class:`RemoteEngine`.
         tokenizer: decodes tokens; that of the workers if ``None``.
@@ -98,6 +100,7 @@ class RemotePlayer:
         make_backend: Callable[[], Backend],
         number: int,
         *,
+        limits: Limits,
         max_restarts: int,
         on_update: Callable[[Any], Any] | None = None,
         tokenizer: Any = None,
@@ -107,6 +110,7 @@ class RemotePlayer:
         if processor is not None:
             tokenizer = VisionProcessor.of(processor).tokenizer
         self._tokenizer = tokenizer
+        self._limits = limits
         self._playing: dict[int, Episode] = {}
         self._watching: asyncio.Task[None] | None = None
         playing = self._playing  # Not self, which is to be garbage collected.
@@ -173,7 +177,7 @@ class RemotePlayer:
         async def watch() -> None:
             while self._playing:
                 await asyncio.sleep(_WATCH_SECONDS)
-                self.workers.request_reports()
+                self.workers.watch(_WATCH_SECONDS, self._limits)
 
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(watch())

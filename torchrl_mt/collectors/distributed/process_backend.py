@@ -64,13 +64,14 @@ class _ProcessHandle:
     """A process and the calls that it has not answered."""
 
     def __init__(self, setup: Mapping[str, bytes], index: int, seed: int) -> None:
-        self._name = f"torchrl_mt-collector-{index}"
+        name = f"torchrl_mt-collector-{index}"
         ours, theirs = pipe()
         # Not a daemon, which could have no processes of its own, such as those of env_workers.
         args = (theirs, setup, index, seed)
-        self._process = start_process(_serve, args, self._name, daemon=False)
+        self._process = start_process(_serve, args, name, daemon=False)
         theirs.close()
         self.pid = self._process.pid
+        self.name = f"the worker {name} (pid {self.pid})"
         self.ended: Future[None] = Future()
         self._gone: WorkerDied | None = None
         self._calls: dict[int, Future[Any]] = {}
@@ -118,7 +119,7 @@ class _ProcessHandle:
         self._outbox.put(None)
         connection.close()
         gone = WorkerDied(
-            f"the worker {self._name} has ended with exit code {exit_code}."
+            f"{self.name} has ended with exit code {exit_code}."
             + (_MAIN_MODULE if exit_code == 1 else "")
         )
         with self._lock:

@@ -71,7 +71,8 @@ class _RayHandle:
     """An actor."""
 
     def __init__(self, ray: Any, actor: Any, index: int) -> None:
-        self._ray, self._actor, self._index = ray, actor, index
+        self._ray, self._actor = ray, actor
+        self.name = f"the worker {index}"
         self.ended: Future[None] = Future()
         self._closing: Future[Any] | None = None
         self._follow(actor.run.remote(), self.ended)
@@ -107,7 +108,7 @@ class _RayHandle:
         try:
             returned, data = answer.result()
         except self._ray.exceptions.RayActorError as error:
-            raise WorkerDied(f"the worker {self._index} is gone: {error}") from error
+            raise WorkerDied(f"{self.name} is gone: {error}") from error
         return read_answer(returned, data)
 
 

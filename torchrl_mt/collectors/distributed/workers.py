@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchrl_mt.collectors.distributed.backend import Backend, Handle, WorkerDied
 from torchrl_mt.collectors.distributed.messages import Played, Task
 from torchrl_mt.collectors.distributed.worker import Report
+from torchrl_mt.collectors.limits import Limits, StopReason
+from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines.completions.updates_elsewhere import ServerStates
 from torchrl_mt.engines.sampling import random_word
 from torchrl_mt.threads import start_daemon
@@ -32,6 +35,10 @@ _CLOSE_SECONDS = 15.0
 """Seconds for the workers to close their environments and engines by default."""
 WARN_SECONDS = 60.0
 """Seconds for the first workers to start before a warning."""
+SILENT_SECONDS = 60.0
+"""Seconds without an answer of a worker before a warning."""
+SLOW_SECONDS = 5.0
+"""Seconds for an answer of a worker that does not hang."""
 _LONGEST_PAUSE = 5.0
 """Seconds between two starts of a worker that does not live."""
 
@@ -64,6 +71,17 @@ class _Slot:
     """Its episodes."""
     in_a_row: int = 0
     """Deaths since it last finished an episode."""
+    silent: float | None = None
+    """Seconds for which a request for a report was not answered; ``None`` if none is open."""
+    told: bool = False
+    """Whether a warning was logged that it does not answer."""
+    episodes: dict[int, tuple[float, asyncio.Future[StopReason]]] = field(default_factory=dict)
+    """Start of each episode that it plays, by id, and a future to end the wait for it."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the worker does not answer."""
+        return self.silent is not None and self.silent > SLOW_SECONDS
 
 
 class Workers:
@@ -145,21 +163,29 @@ class Workers:
 
         Raises:
             WorkerDied: if its worker dies.
+            Rejected: if its time is over and its worker does not answer.
             WorkersFailedError: if a worker died more than ``max_restarts`` times in a row.
         """
         slot = self._enter(task.group)
         try:
             # Not cancelled with the caller: the futures are marked as running.
             worker = await asyncio.wrap_future(slot.ready)
-            playing = worker.call("play", task)
+            playing = asyncio.wrap_future(worker.call("play", task))
+            overdue: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
+            slot.episodes[task.traj_id] = (time.monotonic(), overdue)
             try:
-                played: Played = await asyncio.wrap_future(playing)
-            except asyncio.CancelledError:
-                worker.call("cancel", task.traj_id)
-                raise
+                await asyncio.wait([playing, overdue], return_when=asyncio.FIRST_COMPLETED)
+                if not playing.done():
+                    raise Rejected(overdue.result().value)
+                played: Played = playing.result()
             except WorkerDied as error:
                 self._died(slot, worker, error)  # This may be the first sign of it.
                 raise
+            finally:
+                del slot.episodes[task.traj_id]
+                if not playing.done():
+                    playing.cancel()
+                    worker.call("cancel", task.traj_id)
         finally:
             self._leave(task.group, slot)
         if played.error is None:
@@ -172,8 +198,8 @@ class Workers:
             if self._failure is not None:
                 raise self._failure
             slot, members = self._groups.get(group, (None, 0))
-            if slot is None or slot.handle is None:
-                slot = min(self._slots, key=lambda each: (each.handle is None, each.load))
+            if slot is None or slot.handle is None or slot.hangs:
+                slot = min(self._slots, key=lambda s: (s.hangs, s.handle is None, s.load))
             slot.load += 1
             self._groups[group] = (slot, members + 1)
             return slot
@@ -186,10 +212,42 @@ class Workers:
             if members > 1:
                 self._groups[group] = (last, members - 1)
 
-    def request_reports(self) -> None:
-        """Ask the workers for reports."""
-        for _, report in self._call_all("report"):
-            report.add_done_callback(self._take_report)
+    def watch(self, seconds: float, limits: Limits) -> None:
+        """Ask the workers for reports, and end the wait for episodes of those that do not answer.
+
+        A worker that has not answered is not asked again. Call this in the event loop of the episodes.
+
+        Args:
+            seconds: time since the last call.
+            limits: their timeouts are applied to the episodes of workers that do not answer.
+        """
+        for slot in self._slots:
+            if (worker := slot.handle) is None:
+                continue
+            if slot.silent is None:
+                slot.silent = 0.0
+                worker.call("report").add_done_callback(partial(self._answered, slot))
+                continue
+            slot.silent += seconds
+            if slot.silent >= SILENT_SECONDS and not slot.told:
+                slot.told = True
+                _logger.warning(
+                    "%s has not answered for %.0f s, and %d episodes wait for it. It may compute in "
+                    "native code that holds the interpreter's lock, or be stopped. Without "
+                    "Limits(episode_timeout=...) they wait as long as it takes.",
+                    *(worker.name, slot.silent, len(slot.episodes)),
+                )
+            for begun, overdue in slot.episodes.values() if slot.hangs else ():
+                reason = _overdue(slot.silent, time.monotonic() - begun, limits)
+                if reason is not None and not overdue.done():
+                    overdue.set_result(reason)
+
+    def _answered(self, slot: _Slot, report: Future[Report]) -> None:
+        """A worker has answered a request for a report, or died."""
+        if slot.told and report.exception() is None:
+            _logger.warning("the worker %d answers again.", slot.index)
+        slot.silent, slot.told = None, False
+        self._take_report(report)
 
     def _take_report(self, report: Future[Report]) -> None:
         if report.exception() is None:
@@ -233,7 +291,7 @@ class Workers:
             self.check_open()
             before, self._weights = self._weights, weights
             calls = self._call_all(method, weights.version, *args, shared=shared)
-        wait([call for _, call in calls])
+        _wait_for_answers(method, calls)
         self.check_open()
         failed = [
             (worker, error)
@@ -268,7 +326,7 @@ class Workers:
                 assert self._weights is not None
                 self._weights = replace(self._weights, servers=servers)
                 calls = self._call_all("follow", servers)
-            wait([call for _, call in calls])
+            _wait_for_answers("follow", calls)
 
     def refuse_server(self, url: str, reason: str) -> None:
         """Tell all workers why a server cannot load weights, and wait until they know."""
@@ -395,3 +453,30 @@ class Workers:
         for worker in workers:
             worker.end(max(deadline - time.monotonic(), 0.0))
         self._backend.close()
+
+
+def _overdue(silent: float, played: float, limits: Limits) -> StopReason | None:
+    """The timeout that an episode has exceeded for sure, though its worker does not say so.
+
+    Args:
+        silent: seconds for which its worker has not answered, so no turn has ended.
+        played: seconds since the episode began.
+        limits: the timeouts.
+    """
+    if limits.episode_timeout is not None and played > limits.episode_timeout + SLOW_SECONDS:
+        return StopReason.EPISODE_TIMEOUT
+    if limits.turn_timeout is not None and silent > limits.turn_timeout + SLOW_SECONDS:
+        return StopReason.TURN_TIMEOUT
+    return None
+
+
+def _wait_for_answers(method: str, calls: list[tuple[Handle, Future[Any]]]) -> None:
+    """Wait for all calls; warn if that takes long."""
+    _, waiting = wait([call for _, call in calls], SILENT_SECONDS)
+    if waiting:
+        names = ", ".join(worker.name for worker, call in calls if call in waiting)
+        _logger.warning(
+            "%s did not answer the call %r for %.0f s: an update of weights waits for all workers.",
+            *(names, method, SILENT_SECONDS),
+        )
+        wait(waiting)
