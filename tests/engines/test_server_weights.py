@@ -22,7 +22,7 @@ from tests.engines.sampling_servers import (
     version_of,
 )
 from tests.engines.test_servers import conversation
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import (
     CompletionsEngine,
@@ -208,6 +208,34 @@ def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weight
     second.load_fault = lambda: None
     wait_until(lambda: ask(engine, [random.randrange(4, 26)]) and second.prompts)
     assert second.version == 2
+
+
+def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers):
+    engine = make(max_retries=0)
+    engine.update_weights(weights(1))
+    first, second = servers.servers
+    hangs, may_go_on = threading.Event(), threading.Event()
+    second.load_fault = lambda: (hangs.set(), may_go_on.wait(PATIENCE))
+    try:
+        with pytest.raises(KeyboardInterrupt), ctrl_c(hangs.is_set):
+            engine.update_weights(weights(2))
+        assert engine.version == 1
+        wait_until(lambda: not engine._on_update._interrupted(first.url))
+        # The first may have the new weights, so it loads those of the version again.
+        answers = [ask(engine, [5, k + 6]) for k in range(8)]
+        assert {version for answer in answers for version in truth(answer)} == {1}
+        assert not second.prompts
+        updating = threading.Thread(target=engine.update_weights, args=[weights(2)])
+        updating.start()
+        second.load_fault = lambda: None
+    finally:
+        may_go_on.set()
+    updating.join()
+    assert engine.version == 2
+    answers = [ask(engine, [7, k + 6]) for k in range(8)]
+    assert {version for answer in answers for version in truth(answer)} == {2}
+    assert second.prompts
+    assert not any(server.is_paused for server in servers.servers)
 
 
 def test_an_update_that_reaches_no_server_is_not_counted(make, servers):

@@ -71,6 +71,9 @@ class SharedServers:
                 reached = version if error.updated else before.version
                 after = replace(before, version=reached, lacking=frozenset(error.failed))
                 raise
+            except KeyboardInterrupt:
+                after = replace(before, lacking=before.lacking.union(self._weights.doubtful))
+                raise
             finally:
                 if after.version > before.version:
                     self._workers.count_update(after)

@@ -226,7 +226,7 @@ class Workers:
                 continue
             if slot.silent is None:
                 slot.silent = 0.0
-                worker.call("report").add_done_callback(partial(self._answered, slot))
+                worker.call("report").add_done_callback(partial(self._answered, slot, worker))
                 continue
             slot.silent += seconds
             if slot.silent >= SILENT_SECONDS and not slot.told:
@@ -242,10 +242,10 @@ class Workers:
                 if reason is not None and not overdue.done():
                     overdue.set_result(reason)
 
-    def _answered(self, slot: _Slot, report: Future[Report]) -> None:
+    def _answered(self, slot: _Slot, worker: Handle, report: Future[Report]) -> None:
         """A worker has answered a request for a report, or died."""
         if slot.told and report.exception() is None:
-            _logger.warning("the worker %d answers again.", slot.index)
+            _logger.warning("%s answers again.", worker.name)
         slot.silent, slot.told = None, False
         self._take_report(report)
 

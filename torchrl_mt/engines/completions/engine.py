@@ -448,6 +448,9 @@ class CompletionsEngine(StaysInProcess):
                 reached = version if error.updated else self.version
                 self._servers.commit(reached, missed=error.failed)
                 raise
+            except KeyboardInterrupt:
+                self._servers.missed(weights.doubtful)
+                raise
             self._servers.commit(version)
 
     def _request(

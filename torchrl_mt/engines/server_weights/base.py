@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,8 @@ class ServerWeights(ABC):
         self._groups: dict[str, Any] = {}
         """Process group with each server's workers."""
         self._lock = threading.Lock()
+        self._loading: dict[str, Future[str | None]] = {}
+        """Servers of an update that has not returned: one that runs or was interrupted."""
         self._version = 0
 
     def __call__(self, source: Any) -> None:
@@ -96,6 +98,9 @@ class ServerWeights(ABC):
 
     def update(self, source: Any, version: int) -> None:
         """Load new weights into all servers.
+
+        An interrupt (Ctrl-C) leaves at once. What servers do is ended in threads, which the next update
+        and the end of the program wait for.
 
         Args:
             source: a model or a wrapper around one, a state dict, parameters in a TensorDict, or a
@@ -109,13 +114,13 @@ class ServerWeights(ABC):
             OSError: if they cannot be saved.
         """
         with self._lock:
+            wait(self._interrupted())
+            self._loading = {}
             self._version = version
             load = self._loader(source, version)
-            # One broadcast at a time: several would wait for each other.
-            at_once = len(self.urls) if self._transport == "disk" else 1
-            with ThreadPoolExecutor(at_once) as threads:
-                reasons = list(threads.map(lambda url: self._try(url, load, version), self.urls))
-            failed = {u: r for u, r in zip(self.urls, reasons, strict=True) if r is not None}
+            reasons = self._load_all(load)
+            self._loading = {}
+            failed = {url: reason for url, reason in reasons.items() if reason is not None}
             updated = [url for url in self.urls if url not in failed]
             if updated:
                 self._saved.keep(version)
@@ -140,6 +145,11 @@ class ServerWeights(ABC):
                 f"{missing}: give both the same addresses."
             )
 
+    @property
+    def doubtful(self) -> list[str]:
+        """Servers that may have any weights, since an update was interrupted."""
+        return list(self._loading)
+
     def bring_up(self, url: str, version: int, trust: bool = False) -> None:
         """Have one server load the weights of the last update again.
 
@@ -152,6 +162,8 @@ class ServerWeights(ABC):
             ServerError: if it cannot, for example since the weights went over a process group.
         """
         with self._lock:
+            if self._interrupted(url):
+                raise ServerError("it has not ended an update that was interrupted")
             try:
                 if trust and self._reported(url) == str(version):
                     return
@@ -174,7 +186,23 @@ class ServerWeights(ABC):
     def _save(self, source: Any, version: int) -> Path:
         return self._saved.save(source, version)
 
-    def _try(self, url: str, load: Callable[[str], object], version: int) -> str | None:
+    def _load_all(self, load: Callable[[str], object]) -> dict[str, str | None]:
+        """Update all servers; returns why each failed. An interrupt does not wait for them."""
+        # One broadcast at a time: several would wait for each other.
+        threads = ThreadPoolExecutor(len(self.urls) if self._transport == "disk" else 1)
+        try:
+            for url in self.urls:
+                self._loading[url] = threads.submit(self._try, url, load)
+            return {url: loading.result() for url, loading in self._loading.items()}
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _interrupted(self, *urls: str) -> list[Future[str | None]]:
+        """What servers, all or some, still do for an update that was interrupted."""
+        loading = [self._loading[url] for url in urls or self._loading if url in self._loading]
+        return [each for each in loading if not each.done()]
+
+    def _try(self, url: str, load: Callable[[str], object]) -> str | None:
         """Update one server; return why that failed."""
         try:
             with self._paused(url):
