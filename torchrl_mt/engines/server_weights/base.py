@@ -99,8 +99,8 @@ class ServerWeights(ABC):
     def update(self, source: Any, version: int) -> None:
         """Load new weights into all servers.
 
-        An interrupt (Ctrl-C) leaves at once. What servers do is ended in threads, which the next update
-        and the end of the program wait for.
+        An interrupt (Ctrl-C) leaves at once. What servers do is ended in threads. The next update waits
+        for them, and so does the end of the program, until a second interrupt.
 
         Args:
             source: a model or a wrapper around one, a state dict, parameters in a TensorDict, or a
