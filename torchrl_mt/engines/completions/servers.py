@@ -49,6 +49,15 @@ class Server:
     restored: Future[None] | None = field(default=None, repr=False)
     """Done when it has loaded the weights that it lacked; ``None`` while it loads none."""
 
+    def lacks(self, reason: str) -> None:
+        """It must load the current weights before it takes another request."""
+        self.weights, self.reason, self.restored = "missed", reason, None
+
+    def has_weights(self) -> None:
+        """It has the current weights, and may take requests."""
+        self.weights, self.reason, self.restored = "current", "", None
+        self.away_until = 0.0
+
 
 def server_origins(urls: str | Iterable[str]) -> list[str]:
     """Addresses of servers without ``/v1`` and the like.
@@ -183,16 +192,16 @@ class Servers:
         with self._lock:
             for server in self.all:
                 if server in lacking:
-                    server.weights, server.reason = "missed", "it missed an update of the weights"
+                    server.lacks("it missed an update of the weights")
                 else:
-                    server.weights, server.away_until, server.reason = "current", 0.0, ""
+                    server.has_weights()
             self.version = version
 
     def missed(self, origins: Iterable[str]) -> None:
         """Have servers load the current weights before they take another request."""
         with self._lock:
             for server in self._at(origins):
-                server.weights, server.reason = "missed", "it lacks the weights"
+                server.lacks("it lacks the weights")
 
     def lacking(self) -> dict[str, bool]:
         """Addresses of servers that must load weights, and whether they may have them already."""
@@ -204,7 +213,7 @@ class Servers:
         """Let servers take requests: they have loaded the current weights."""
         with self._lock:
             for server in self._at(origins):
-                server.weights, server.away_until, server.reason = "current", 0.0, ""
+                server.has_weights()
 
     def _at(self, origins: Iterable[str]) -> list[Server]:
         """The servers at some addresses; all if one is unknown, such as that behind a router."""
@@ -216,7 +225,8 @@ class Servers:
     def doubt(self, server: Server, reason: str) -> None:
         """Have a server load the current weights before it takes another request."""
         with self._lock:
-            server.weights, server.reason = "missed", reason
+            if server.weights == "current":
+                server.lacks(reason)
 
     async def _ready(self, prompt: Sequence[int]) -> tuple[Server, int]:
         """Choose a server that has the current weights, once no update is under way."""
@@ -244,6 +254,8 @@ class Servers:
     async def _restore(self, server: Server, version: int) -> None:
         """Have a server load the weights of a version, once for all requests that wait for it."""
         with self._lock:
+            if server.weights == "current":
+                return
             restored = server.restored
             if restored is None:
                 restored = server.restored = Future()
@@ -265,9 +277,10 @@ class Servers:
         except BaseException as error:
             failure = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         with self._lock:
-            server.restored = None
-            if failure is None and version == self.version and self._held is None:
-                server.weights = "current"
+            if server.restored is restored:  # Nothing has changed its weights since.
+                server.restored = None
+                if failure is None and version == self.version and self._held is None:
+                    server.weights = "current"
         if failure is None:
             restored.set_result(None)
         else:
@@ -321,4 +334,4 @@ class Servers:
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
         if error.refused and self.version and self.bring_up and server.weights == "current":
-            server.weights = "doubtful"
+            server.weights, server.restored = "doubtful", None
