@@ -186,6 +186,8 @@ class Workers:
                 if not playing.done():
                     playing.cancel()
                     worker.call("cancel", task.traj_id)
+                elif not playing.cancelled():
+                    playing.exception()  # Else asyncio logs an error that came with a cancellation.
         finally:
             self._leave(task.group, slot)
         if played.error is None:

@@ -415,10 +415,8 @@ class CompletionsEngine(StaysInProcess):
         Returns:
             By which that process tells what it did, and learns which servers must load weights.
         """
-        updates = UpdatesElsewhere(self._servers)
-        self._servers.bring_up = updates.bring_up
         self._reports_versions = reports_versions and not self._has_version_key
-        return updates
+        return UpdatesElsewhere(self._servers)
 
     def stats(self) -> dict[str, int]:
         """Sizes and counters of the servers.

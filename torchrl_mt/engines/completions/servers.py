@@ -47,16 +47,7 @@ class Server:
     weights: Literal["current", "doubtful", "missed"] = "current"
     """Whether it has the weights of the last update. A restart puts them in doubt."""
     restored: Future[None] | None = field(default=None, repr=False)
-    """Done when it has loaded the weights that it lacked; ``None`` while it loads none."""
-
-    def lacks(self, reason: str) -> None:
-        """It must load the current weights before it takes another request."""
-        self.weights, self.reason, self.restored = "missed", reason, None
-
-    def has_weights(self) -> None:
-        """It has the current weights, and may take requests."""
-        self.weights, self.reason, self.restored = "current", "", None
-        self.away_until = 0.0
+    """Done when it has loaded the weights that it lacked; ``None`` while no request waits for that."""
 
 
 def server_origins(urls: str | Iterable[str]) -> list[str]:
@@ -118,7 +109,8 @@ class Servers:
         self._chosen = 0
         self.moved = 0
         """Number of prompts that left the server that had their prefix."""
-        self.bring_up = bring_up
+        self._bring_up = bring_up
+        self._follows = False
         self._pause = pause
         self._places = PrefixPlaces[Server]()
         self._lock = Lock()
@@ -192,16 +184,16 @@ class Servers:
         with self._lock:
             for server in self.all:
                 if server in lacking:
-                    server.lacks("it missed an update of the weights")
+                    self._lacks(server, "it missed an update of the weights")
                 else:
-                    server.has_weights()
+                    self._has_weights(server)
             self.version = version
 
     def missed(self, origins: Iterable[str]) -> None:
         """Have servers load the current weights before they take another request."""
         with self._lock:
             for server in self._at(origins):
-                server.lacks("it lacks the weights")
+                self._lacks(server, "it lacks the weights")
 
     def lacking(self) -> dict[str, bool]:
         """Addresses of servers that must load weights, and whether they may have them already."""
@@ -213,7 +205,19 @@ class Servers:
         """Let servers take requests: they have loaded the current weights."""
         with self._lock:
             for server in self._at(origins):
-                server.has_weights()
+                self._has_weights(server)
+
+    def refuse(self, origin: str, reason: str) -> None:
+        """Fail the requests that wait for a server to load weights."""
+        with self._lock:
+            for server in self._at([origin]):
+                restored, server.restored = server.restored, None
+                if restored is not None:
+                    restored.set_exception(RuntimeError(reason))
+
+    def follow_updates(self) -> None:
+        """Wait for :meth:`restored`, :meth:`commit` or :meth:`refuse`; never call ``bring_up``."""
+        self._follows = True
 
     def _at(self, origins: Iterable[str]) -> list[Server]:
         """The servers at some addresses; all if one is unknown, such as that behind a router."""
@@ -226,7 +230,7 @@ class Servers:
         """Have a server load the current weights before it takes another request."""
         with self._lock:
             if server.weights == "current":
-                server.lacks(reason)
+                self._lacks(server, reason)
 
     async def _ready(self, prompt: Sequence[int]) -> tuple[Server, int]:
         """Choose a server that has the current weights, once no update is under way."""
@@ -259,21 +263,35 @@ class Servers:
             restored = server.restored
             if restored is None:
                 restored = server.restored = Future()
-                run = partial(self._load, server, version, restored)
-                Thread(target=run, daemon=True, name="torchrl_mt-weights").start()
+                if not self._follows:
+                    run = partial(self._load, server, version, restored)
+                    Thread(target=run, daemon=True, name="torchrl_mt-weights").start()
         try:
             await asyncio.shield(asyncio.wrap_future(restored))
         except RuntimeError as error:
             reason = f"it lacks the weights of version {version}: {error}"
             raise AttemptError(reason, away=True) from error
 
+    def _lacks(self, server: Server, reason: str) -> None:
+        """Have a server load weights before it takes another request; the caller has the lock."""
+        server.weights, server.reason = "missed", reason
+        if not self._follows:
+            server.restored = None  # What it is loading may be lost.
+
+    def _has_weights(self, server: Server) -> None:
+        """Let a server take requests; the caller has the lock."""
+        server.weights, server.away_until, server.reason = "current", 0.0, ""
+        restored, server.restored = server.restored, None
+        if self._follows and restored is not None:
+            restored.set_result(None)
+
     def _load(self, server: Server, version: int, restored: Future[None]) -> None:
         """Have a server load weights, in a thread of its own."""
         failure: BaseException | None = None
         try:
-            if self.bring_up is None:
+            if self._bring_up is None:
                 raise RuntimeError("call update_weights")
-            self.bring_up(server.origin, version, server.weights == "doubtful")
+            self._bring_up(server.origin, version, server.weights == "doubtful")
         except BaseException as error:
             failure = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         with self._lock:
@@ -333,5 +351,6 @@ class Servers:
             self._held is not None or version != self.version or server.weights != "current"
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
-        if error.refused and self.version and self.bring_up and server.weights == "current":
-            server.weights, server.restored = "doubtful", None
+        can_load = self._follows or self._bring_up is not None
+        if error.refused and self.version and can_load and server.weights == "current":
+            server.weights = "doubtful"

@@ -6,7 +6,6 @@ changes the servers, and waits until they are loaded.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
@@ -38,10 +37,9 @@ class UpdatesElsewhere:
     """
 
     def __init__(self, servers: Servers) -> None:
+        servers.follow_updates()
         self._servers = servers
         self._states = ServerStates()
-        self._waiting: dict[str, Future[None]] = {}
-        """Servers that requests wait for."""
         self._lock = Lock()
         self._hold = ExitStack()
 
@@ -55,35 +53,15 @@ class UpdatesElsewhere:
                 return
             if states.version != before.version:
                 self._servers.commit(states.version, states.lacking)
-                restored = [url for url in self._waiting if url not in states.lacking]
             else:
-                restored = sorted(before.lacking - states.lacking)
-                self._servers.restored(restored)
+                self._servers.restored(before.lacking - states.lacking)
                 self._servers.missed(states.lacking - before.lacking)
             self._hold.close()
-            loaded = [self._waiting.pop(url) for url in restored if url in self._waiting]
-        for each in loaded:
-            each.set_result(None)
 
     def lacking(self) -> dict[str, bool]:
         """Servers that must load weights, and whether they may have them already."""
         return self._servers.lacking()
 
     def refuse(self, url: str, reason: str) -> None:
-        """Tell that a server could not load the weights."""
-        with self._lock:
-            loaded = self._waiting.pop(url, None)
-        if loaded is not None:
-            loaded.set_exception(RuntimeError(reason))
-
-    def bring_up(self, url: str, version: int, trust: bool = False) -> None:
-        """Wait until a server has loaded the weights of a version; see :class:`Servers`.
-
-        Raises:
-            RuntimeError: if it could not.
-        """
-        with self._lock:
-            if version != self._states.version:
-                return  # An update came in between, and told of this server.
-            loaded = self._waiting.setdefault(url, Future())
-        loaded.result()
+        """Take why a server could not load the weights."""
+        self._servers.refuse(url, reason)
