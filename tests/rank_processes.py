@@ -32,7 +32,7 @@ def play(module: str, folder: Path, ranks: int = 2) -> list[Any]:
     try:
         return _play(module, folder, ranks)
     except KilledError:
-        # About one run in a hundred of torch 2.13 with gloo ends with a corrupt heap (SIGABRT).
+        # One run in about sixty of torch 2.13 with gloo ended with a corrupt heap (SIGABRT).
         (folder / "again").mkdir()
         return _play(module, folder / "again", ranks)
 
