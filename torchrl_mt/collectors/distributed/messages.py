@@ -18,7 +18,16 @@ from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.processes import copyable_error, pickled
 
-__all__ = ["Played", "Task", "WorkerTraceback", "answer", "failure", "read_answer", "read_failure"]
+__all__ = [
+    "Played",
+    "Task",
+    "WorkerTraceback",
+    "answer",
+    "failure",
+    "read_answer",
+    "read_failure",
+    "received",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Task:
             TypeError: if the item cannot be unpickled here.
         """
         return Episode(
-            _received("the item", self.data),
+            received("the item", self.data),
             self.group,
             self.traj_id,
             rank=self.rank,
@@ -73,7 +82,7 @@ class Task:
         Raises:
             TypeError: if they cannot be unpickled here.
         """
-        return _received("sampling", self.sampling)
+        return received("sampling", self.sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +136,12 @@ def _sent(what: str, one: str, value: Any) -> bytes:
         ) from error
 
 
-def _received(what: str, data: bytes) -> Any:
-    """Unpickle a part of a task."""
+def received(what: str, data: bytes) -> Any:
+    """Unpickle an argument, or a part of a task; errors name it.
+
+    Raises:
+        TypeError: if it cannot be unpickled here.
+    """
     try:
         return pickle.loads(data)
     except Exception as error:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchrl_mt._hosts.peft import has_adapter_layers
-from torchrl_mt.collectors.distributed.messages import Played, Task, answer, failure
+from torchrl_mt.collectors.distributed.messages import Played, Task, answer, failure, received
 from torchrl_mt.collectors.distributed.weights import PackedWeights, PickledWeights
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
@@ -198,7 +198,8 @@ class WorkerHost:
         self._worker: EpisodeWorker | None = None
         self._error: BaseException | None = None
         try:
-            self._worker = EpisodeWorker(**_unpickled(setup), index=index, seed=seed)
+            arguments = {name: received(name, data) for name, data in setup.items()}
+            self._worker = EpisodeWorker(**arguments, index=index, seed=seed)
         except BaseException as error:
             self._error = error
 
@@ -220,17 +221,3 @@ class WorkerHost:
         self._loop.close()
         if self._worker is not None:
             self._worker.close()
-
-
-def _unpickled(setup: Mapping[str, bytes]) -> dict[str, Any]:
-    """Unpickle the arguments; errors name them."""
-    arguments = {}
-    for name, data in setup.items():
-        try:
-            arguments[name] = pickle.loads(data)
-        except Exception as error:
-            raise TypeError(
-                f"{name} was sent to a worker, but unpickling it there raised "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return arguments
