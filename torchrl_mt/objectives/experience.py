@@ -88,10 +88,11 @@ class ExperienceMaker(TensorDictModuleBase):
 
     Advantages:
 
-    - ``"turn"`` (default, no groups or critic): each turn's return, normalised among the batch's turns
-      with the same turn id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without
-      ``reward``, ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where
-      present, replaces ``("rewards", "full")`` and ``gamma``;
+    - ``"turn"`` (default, no groups or critic): each turn's return less the mean of its turn id, divided
+      by one standard deviation over the batch
+      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward``,
+      ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where present, replaces
+      ``("rewards", "full")`` and ``gamma``;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
       return of the episode's first turn, compared within its group, on all sampled tokens of the
       episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
