@@ -5,6 +5,7 @@ advantage is compared with the gradient of the expected return, and those that m
 with the gradient of that.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -18,7 +19,7 @@ from tests.objectives.conftest import make_model
 from tests.tiers import examples
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS
-from torchrl_mt.objectives.functional import RewardNormalizer, aggregate
+from torchrl_mt.objectives.functional import OBJECTIVES, RewardNormalizer, aggregate
 
 PARTS = 4
 """Probabilities are multiples of a quarter: whole numbers of episodes have exactly them."""
@@ -113,6 +114,7 @@ class World:
                 self.sees[i, 2 * k + 1], self.action[i, 2 * k + 1] = sees, action
                 reward[i, 2 * k + 1] = rewards[action]
         self.mask = (turns >= 0) & (torch.arange(s) % 2 == 1)
+        self.turn_ids = turns
         self.group = torch.tensor([g for g, _ in played])
         self.rows = TensorDict(
             {
@@ -174,15 +176,18 @@ class World:
                 value[token] += p * (rewards[action] + later)
         return Table(value)
 
-    def update(self, kind, aggregation="token_mean", critic=None, **options):
-        """The expected step of the parameters."""
+    def update(self, kind, aggregation="token_mean", critic=None, objective=None, **options):
+        """The expected step of the parameters; ``objective(log_prob, old, advantage, mask)``."""
         if kind in CRITIC_KINDS:
             options["critic"] = self.values(options.get("gamma", 1.0)) if critic is None else critic
         maker = ExperienceMaker(MODEL, advantage=kind, **options)
         advantage = maker(self.rows.clone())["advantage"].squeeze(-1).double()
-        objective = advantage * self.log_prob(self.sees, self.action)
-        total = aggregate(objective, self.mask, aggregation, group=self.group)
-        return torch.autograd.grad(total, self.logit)[0]
+        log_prob = self.log_prob(self.sees, self.action)
+        loss = -advantage * log_prob
+        if objective is not None:
+            loss = objective(log_prob, log_prob.detach(), advantage, self.mask)[0]
+        total = aggregate(loss, self.mask, aggregation, group=self.group)
+        return -torch.autograd.grad(total, self.logit)[0]
 
 
 MODEL = make_model()
@@ -256,6 +261,28 @@ def test_a_wrong_critic_can_point_downhill(kind):
     assert world.gradient()[0] < 0
     assert world.update(kind, critic=untrained, lmbda=0.5, turn_lmbda=0.5)[0] > 0
     assert world.update(kind, critic=untrained)[0] < 0  # by default 0.95
+
+
+@examples(20)
+@given(st.integers(0, 10_000))
+def test_objectives_keep_the_direction_while_the_policy_is_the_samplers(seed):
+    world = World.random(seed, 2)
+    log_prob = world.log_prob(world.sees, world.action).detach()
+    for name in OBJECTIVES.keys() - {"sft"}:
+        objective = OBJECTIVES[name]
+        if name == "decoupled_ppo":
+            objective = partial(objective, sampler_log_prob=log_prob)
+        assert_same_direction(world.update("batch", objective=objective), world.gradient())
+        if name in ("gspo", "gmpo"):
+            objective = partial(objective, turns=world.turn_ids)
+        assert_same_direction(world.update("turn", objective=objective), world.gradient())
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_one_ratio_for_turns_of_several_advantages_can_point_downhill(name):
+    world = World([choices((0.0, 1.5), (1.0, 0.0))], [2, 2])
+    for kind in OVER_TIME:
+        assert world.update(kind, objective=OBJECTIVES[name])[0] < 0 < world.gradient()[0]
 
 
 @pytest.mark.parametrize("kind", ["turn", "batch", "dr_grpo", "gae"])

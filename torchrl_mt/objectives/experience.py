@@ -145,7 +145,8 @@ class ExperienceMaker(TensorDictModuleBase):
         gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
             turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
         lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
-            with ``"turn_gae"``.
+            with ``"turn_gae"``. Below 1, late rewards count less as long as the critic's values are
+            wrong; a new critic's are 0.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
