@@ -189,16 +189,22 @@ def test_outcome_advantage_counts_each_episode_once(model, rows, gamma, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_turn_advantage_is_normalised_per_turn_id(model, rows, seed):
+def test_turn_advantage_compares_turns_of_one_id_and_has_one_divisor(model, rows, seed):
     batch = rows(seed, n=12)
     out = ExperienceMaker(model, advantage="turn", gamma=0.9)(batch)
     returns = outcomes(batch, 0.9)
+    peers: dict[int, list[float]] = {}
+    for turns in returns.values():
+        for turn, value in turns.items():
+            peers.setdefault(turn, []).append(value)
+    mean = {turn: sum(values) / len(values) for turn, values in peers.items()}
+    spread = [
+        value - mean[turn] for turn, values in peers.items() if len(values) > 1 for value in values
+    ]
+    std = float(torch.tensor(spread).double().std())
     for n, t in batch["masks", "all_assistant_mask"].nonzero().tolist():
         e, turn = int(batch["episode"][n]), int(batch["turns", "full"][n, t])
-        peers = torch.tensor([turns[turn] for turns in returns.values() if turn in turns])
-        expected = 0.0
-        if len(peers) > 1:
-            expected = (returns[e][turn] - float(peers.mean())) / (float(peers.std()) + 1e-6)
+        expected = (returns[e][turn] - mean[turn]) / (std + 1e-6)
         assert float(out["advantage"][n, t, 0]) == pytest.approx(expected, abs=1e-3)
 
 

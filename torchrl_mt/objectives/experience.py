@@ -88,10 +88,11 @@ class ExperienceMaker(TensorDictModuleBase):
 
     Advantages:
 
-    - ``"turn"`` (default, no groups or critic): each turn's return, normalised among the batch's turns
-      with the same turn id (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without
-      ``reward``, ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where
-      present, replaces ``("rewards", "full")`` and ``gamma``;
+    - ``"turn"`` (default, no groups or critic): each turn's return less the mean of its turn id, divided
+      by one standard deviation over the batch
+      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward``,
+      ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where present, replaces
+      ``("rewards", "full")`` and ``gamma``;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
       return of the episode's first turn, compared within its group, on all sampled tokens of the
       episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
@@ -144,7 +145,8 @@ class ExperienceMaker(TensorDictModuleBase):
         gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
             turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
         lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
-            with ``"turn_gae"``.
+            with ``"turn_gae"``. Below 1, late rewards count less as long as the critic's values are
+            wrong; a new critic's are 0.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.

@@ -80,7 +80,7 @@ def test_a_fork_does_not_change_a_turns_return():
 
 
 @given(batches())
-def test_normalisation_counts_each_turn_once(batch):
+def test_normalisation_has_a_mean_for_each_turn_and_one_divisor(batch):
     _, mask, turns, episode = batch
     turns = torch.where(turns >= 0, turns % 3, -1)
     value_of = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
@@ -89,11 +89,16 @@ def test_normalisation_counts_each_turn_once(batch):
     members: dict[int, dict[int, float]] = {}
     for n, t in mask.nonzero().tolist():
         members.setdefault(int(turns[n, t]), {})[int(episode[n])] = float(returns[n, t])
+    centred = {
+        k: {e: value - mean(own.values()) for e, value in own.items()}
+        for k, own in members.items()
+        if len(own) > 1
+    }
+    spread = [value for own in centred.values() for value in own.values()]
     expected = torch.zeros(mask.shape, dtype=torch.float64)
     for n, t in mask.nonzero().tolist():
-        values = list(members[int(turns[n, t])].values())
-        if len(values) > 1:
-            expected[n, t] = (float(returns[n, t]) - mean(values)) / (stdev(values) + 1e-6)
+        if own := centred.get(int(turns[n, t])):
+            expected[n, t] = own[int(episode[n])] / (stdev(spread) + 1e-6)
     got = turn_normalize(returns, mask, turns, episode=episode)
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -103,6 +108,12 @@ def test_lone_and_equal_turns_get_zero():
     returns[0, 1] = 7.0
     turns = torch.tensor([[0, 1], [0, -1], [0, -1]])
     assert not turn_normalize(returns, turns >= 0, turns).any()
+    # Of the divisor only equal turns are a part: a lone one has no mean of others to differ from.
+    returns = torch.tensor([[0.1, 3.0, 7.0], [0.1, 5.0, 0.0]])
+    turns = torch.tensor([[0, 1, 2], [0, 1, -1]])
+    got = turn_normalize(returns, turns >= 0, turns)
+    expected = torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]]) * 1.5**0.5
+    torch.testing.assert_close(got, expected)
 
 
 def test_equal_returns_come_out_equal_whatever_the_order_of_the_sums():

@@ -80,7 +80,8 @@ class RewardNormalizer(ExactBuffers):
 
     Args:
         center: Subtract the mean. If not, rewards keep their signs, and are unchanged while all seen
-            are equal.
+            are equal. Give false if episodes have several rewards: a mean taken off each would make
+            longer episodes cost or pay by themselves.
         clip: Largest absolute result, above 0; ``None`` for no bound.
         eps: Added to the standard deviation.
 

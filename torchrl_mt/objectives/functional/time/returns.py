@@ -99,10 +99,15 @@ def turn_normalize(
     episode: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Normalise the returns of turns among the batch's turns with the same turn id.
+    """Compare the return of each turn with the batch's other turns of the same turn id.
 
-    ``(G - mean_t) / (std_t + eps)``, with statistics over the turns with id ``t``, each counted once
-    however many tokens it has. A turn alone at its id, and turns with equal returns, get 0.
+    ``(G - mean_t) / (std + eps)``: ``mean_t`` over the turns with id ``t``, and one ``std`` for the
+    whole batch, of ``G - mean_t`` over all turns but those alone at their id. Each turn counts once,
+    however many tokens it has. A turn alone at its id, and turns of an id with equal returns, get 0.
+
+    One divisor keeps the direction of the policy gradient. A standard deviation for each turn id would
+    weight turns with small differences as much as those with large ones; a policy that shares its
+    parameters between turns could then get worse.
 
     Args:
         returns: ``[N, S]`` floating: each turn's return, read at its first sampled token.
@@ -116,12 +121,14 @@ def turn_normalize(
 
     Examples:
         >>> import torch
-        >>> returns = torch.tensor([[1.0, 1.0, 5.0], [3.0, 7.0, 0.0]])
+        >>> returns = torch.tensor([[1.0, 1.0, 9.0], [3.0, 5.0, 0.0]])
         >>> turns = torch.tensor([[0, 0, 1], [0, 1, -1]])
         >>> turn_normalize(returns, turns >= 0, turns)
-        tensor([[-0.7071, -0.7071, -0.7071],
-                [ 0.7071,  0.7071,  0.0000]])
+        tensor([[-0.5477, -0.5477,  1.0954],
+                [ 0.5477, -1.0954,  0.0000]])
     """
     check_mask("mask", mask, returns.shape)
     index = index_turns(mask, turns, episode)
-    return index.write(group_advantage(index.read(returns), index.turn, "grpo", eps=eps))
+    return index.write(
+        group_advantage(index.read(returns), index.turn, "reinforce_baseline", eps=eps)
+    )
