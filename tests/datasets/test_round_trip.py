@@ -79,7 +79,7 @@ def test_through_a_storage_and_back(format, examples, tmp_path):
             assert loaded.metadata(i) == about
 
 
-@few_or_many(20, 100)
+@few_or_many(8, 100)
 def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
     format, examples, tmp_path
 ):
