@@ -410,7 +410,9 @@ def test_savers_that_meet_take_numbers_of_their_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["save", "dump", "dumps"])
 def test_a_plain_checkpoint_is_loaded_and_replaced(name, tmp_path):
     ReplayBuffer.dumps(versions.version(5), tmp_path)
-    assert versions.loaded_version(tmp_path) == 5
+    with pytest.raises(ValueError, match=r"prefetched batches.*trust=True"):
+        versions.loaded_version(tmp_path)
+    assert versions.loaded_version(tmp_path, trust=True) == 5
     getattr(versions.version(6), name)(str(tmp_path))
     assert versions.loaded_version(tmp_path) == 6
     rb = versions.empty()

@@ -73,10 +73,10 @@ def parts(rb):
     }
 
 
-def loaded_version(path):
+def loaded_version(path, **kwargs):
     """The number of the version in ``path``; AssertionError if it is not of one piece."""
     rb = empty()
-    rb.loads(path)
+    rb.loads(path, **kwargs)
     number = int(rb.storage[0]["observation"])
     assert parts(rb) == parts(version(number))
     return number

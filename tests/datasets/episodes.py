@@ -94,6 +94,8 @@ def random_episode(rng: random.Random, schema: dict, length: int | None = None) 
                 columns[path] = random_bits(rng, (T, *more[1]), more[0])
         elif kind == "ragged":
             shapes = [tuple(rng.randrange(4) for _ in range(more[1])) for _ in range(T)]
+            if rng.random() < 0.5:  # One episode does not show that shapes vary.
+                shapes = shapes[:1] * T
             columns[path] = Rows([random_bits(rng, shape, more[0]) for shape in shapes])
         elif kind == "ragged image":
             sizes = [(rng.randrange(1, 6), rng.randrange(1, 6), 3) for _ in range(T)]

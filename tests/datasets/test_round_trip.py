@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchrl.data import ReplayBuffer
 
 from tests.tiers import few_or_many
-from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import (
     ClipDataset,
     EpisodeDataset,
@@ -18,6 +20,7 @@ from torchrl_mt.datasets import (
     save_episodes,
 )
 
+from . import earlier
 from .episodes import assert_same, random_data, random_episode, random_schema
 from .every_format import LOSSLESS, new_path
 
@@ -76,6 +79,35 @@ def test_through_a_storage_and_back(format, examples, tmp_path):
             assert loaded.metadata(i) == about
 
 
+@few_or_many(8, 100)
+def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
+    format, examples, tmp_path
+):
+    for seed in range(examples):
+        rng = random.Random(seed)
+        schema = random_schema(rng) | {("next", "done"): ("dense", torch.bool, (1,))}
+        schema[rng.choice([("lengths",), ("deep", "lengths")])] = ("ragged", torch.int64, 1)
+        episodes = [random_episode(rng, schema) for _ in range(rng.randrange(2, 6))]
+        held = EpisodeStorage(1000)
+        for episode in episodes:
+            held.append(episode)
+        path, again = (new_path(tmp_path, format, f"{seed}{name}") for name in ("", "-again"))
+        save_episodes(held, path, format=format)
+        dataset = EpisodeDataset(path)
+        order = rng.sample(range(len(episodes)), len(episodes))
+        loaded, one_by_one = EpisodeStorage(1000), EpisodeStorage(1000)
+        load_episodes(path, loaded)
+        buffer = ReplayBuffer(storage=one_by_one, writer=EpisodeWriter(), batch_size=1)
+        with open_episodes(again, format=format) as out:
+            for i in order:
+                buffer.extend(dataset.episode(i))
+                out.write_episode(dataset.episode(i))
+        for place, i in enumerate(order):
+            assert_same(loaded.episode(i), episodes[i])
+            assert_same(one_by_one.episode(place), episodes[i])
+            assert_same(EpisodeDataset(again).episode(place), episodes[i])
+
+
 @few_or_many(4, 40)
 @pytest.mark.parametrize("stride", [1, 3])
 def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
@@ -120,3 +152,15 @@ def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(format, tmp_path):
     for _ in range(3):
         seen = [tuple(clip) for batch in loader for clip in batch["step"].tolist()]
         assert sorted(seen) == expected
+
+
+def test_data_sets_of_an_earlier_release_are_read_and_added_to(format, tmp_path):
+    shutil.unpack_archive(earlier.DATASETS, tmp_path)
+    path = new_path(tmp_path, format, "earlier")
+    written = earlier.episodes()
+    save_episodes(written[:1], path, mode="append")
+    storage = EpisodeStorage(100)
+    load_episodes(path, storage)
+    for got in (EpisodeDataset(path).episodes(), storage.episodes()):
+        for episode, expected in zip(got, [*written, written[0]], strict=True):
+            assert_same(episode, expected)

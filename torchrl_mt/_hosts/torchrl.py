@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Signature, signature
+from pathlib import Path
 from typing import Any
 
 from tensordict import NestedKey
@@ -66,29 +67,21 @@ def prefetched_batches(buffer: Any) -> Any:
 
 
 @contextmanager
-def without_unreadable_prefetched_batches(
-    buffer: Any, warn: Callable[[str, Exception], Any]
+def prefetched_batches_saved_by(
+    buffer: Any, save: Callable[[Path, Any], Any], load: Callable[[Path], Any]
 ) -> Iterator[None]:
-    """Make ``buffer.loads`` skip prefetched batches whose device does not exist here.
+    """Make ``buffer.dumps`` and ``buffer.loads`` call these for prefetched batches, which they pickle.
 
     Args:
         buffer: the buffer.
-        warn: called with a format and the error if batches are skipped.
+        save: called with the folder and the state.
+        load: called with the folder; returns the state, or None to leave it out.
     """
-    given = buffer._load_prefetch_state
-
-    def load(path: Any) -> Any:
-        try:
-            return given(path)
-        except RuntimeError as error:
-            warn("prefetched batches are left out: %s", error)
-            return None
-
-    buffer._load_prefetch_state = load
+    buffer._dump_prefetch_state, buffer._load_prefetch_state = save, load
     try:
         yield
     finally:
-        del buffer._load_prefetch_state
+        del buffer._dump_prefetch_state, buffer._load_prefetch_state
 
 
 # ---- classes with TorchRL's metaclasses ---------------------------------------------------------

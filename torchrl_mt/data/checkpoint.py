@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import is_zipfile
 
 import torch
-from torch import Tensor
+from tensordict import is_tensor_collection
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
@@ -24,7 +26,7 @@ from torchrl_mt._hosts.torchrl import (
     buffer_held,
     forget,
     prefetched_batches,
-    without_unreadable_prefetched_batches,
+    prefetched_batches_saved_by,
 )
 from torchrl_mt.data._store.files.manifest import HASHES
 from torchrl_mt.data._store.files.store_files import StoreFiles, save_store
@@ -35,9 +37,24 @@ from torchrl_mt.data._store.files.versions import (
     read_version,
     save_version,
 )
-from torchrl_mt.data._store.plain import save_plainly
+from torchrl_mt.data._store.plain import (
+    is_trusted,
+    load_plainly,
+    plain_steps,
+    save_plainly,
+    steps_from,
+    trusting,
+)
+from torchrl_mt.data._store.steps import pack, unpack
 
-__all__ = ["FileCheckpointer", "SavesState", "read_storage", "save_as_one"]
+__all__ = [
+    "FileCheckpointer",
+    "SavesState",
+    "batches_saved_plainly",
+    "check_pickles",
+    "read_storage",
+    "save_as_one",
+]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -46,6 +63,8 @@ Result = TypeVar("Result")
 _STATE = "state.pt"
 _STORAGE = "storage"
 """Folder of a storage's files in a checkpoint: TorchRL's name."""
+_BATCHES = "prefetch.pt"
+_TRANSFORM = "transform.pt"
 _MADE_BY = "made_by.json"
 """File with the class of the saved sampler and the number of saved episodes."""
 
@@ -62,14 +81,6 @@ def save_state(state: Any, path: str | Path) -> None:
     os.replace(partial, folder / _STATE)
 
 
-def load_state(path: str | Path) -> Any:
-    """Read what :func:`save_state` wrote.
-
-    The file may hold any Python object: load only files that you trust.
-    """
-    return torch.load(Path(path) / _STATE, map_location="cpu", weights_only=False)
-
-
 class SavesState:
     """Mixin that saves a ``state_dict`` to a file, for samplers and writers."""
 
@@ -77,9 +88,16 @@ class SavesState:
         """Save the state in the folder ``path``."""
         save_state(self.state_dict(), path)  # type: ignore[attr-defined]
 
-    def loads(self, path: Any) -> None:
-        """Load the state from the folder ``path``."""
-        self.load_state_dict(load_state(path))  # type: ignore[attr-defined]
+    def loads(self, path: Any, *, trust: bool = False) -> None:
+        """Load the state from the folder ``path``.
+
+        Args:
+            path: the folder.
+            trust: whether to read any Python object from it, which may run code.
+        """
+        with trusting(trust):
+            state = load_plainly(Path(path) / _STATE)
+        self.load_state_dict(state)  # type: ignore[attr-defined]
 
 
 class FileCheckpointer(StorageCheckpointerBase):
@@ -186,33 +204,37 @@ class _AsOne:
     def _dumps(self, path: str | Path) -> None:
         def write(folder: Path) -> None:
             with self.held():
-                self.method(folder)
+                with _plain_batches(self.buffer):
+                    self.method(folder)
                 (folder / _MADE_BY).write_text(json.dumps(self.made_by()), encoding="utf-8")
-                state = copy(self.buffer.transform.state_dict())
-                if any(isinstance(v, Tensor) and not v.is_cpu for v in state.values()):
-                    # TorchRL loads tensors to their saved devices, which may not exist here.
-                    for name, value in state.items():
-                        state[name] = value.cpu() if isinstance(value, Tensor) else value
-                    torch.save(state, folder / "transform.t")
+                if state := self.buffer.transform.state_dict():
+                    # TorchRL's file holds the devices of tensors, which may not exist elsewhere.
+                    (folder / "transform.t").unlink()
+                    with open(folder / _TRANSFORM, "wb") as out:
+                        save_plainly(state, out)
 
         _save(Path(path).absolute(), write)
 
-    def _loads(self, path: str | Path) -> None:
+    def _loads(self, path: str | Path, *, trust: bool = False) -> None:
         path = Path(path).absolute()
 
         def read(version: Path | None) -> None:
             folder = version or path
             if not (folder / "buffer_metadata.json").exists():
                 raise FileNotFoundError(f"no checkpoint of a replay buffer: {_contents(path)}")
+            check_pickles(folder)
             file = folder / _MADE_BY
             made_by = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             with (
                 self.loading(made_by),
-                without_unreadable_prefetched_batches(self.buffer, _logger.warning),
+                _plain_batches(self.buffer),
             ):
                 self.method(folder)
+                if (folder / _TRANSFORM).exists():
+                    self.buffer.transform.load_state_dict(load_plainly(folder / _TRANSFORM))
 
-        read_version(path, read)
+        with trusting(trust):
+            read_version(path, read)
 
     def _state_dict(self) -> Any:
         with self.held():
@@ -325,6 +347,87 @@ def _save(path: Path, write: Callable[[Path], None]) -> None:
             "would delete: give another folder, or save the buffer as a part of the run."
         )
     save_version(path, write)
+
+
+@contextmanager
+def batches_saved_plainly(part: Any) -> Iterator[None]:
+    """Let a ``ReplayBuffer`` save prefetched batches as plain data, and read no others if untrusted."""
+    if not isinstance(part, ReplayBuffer) or isinstance(part.loads, _AsOne):
+        yield
+    else:
+        with _plain_batches(part):
+            yield
+
+
+def check_pickles(folder: Path) -> None:
+    """Refuse the pickles that tensordict and TorchRL would read, also in archives, unless trusted."""
+    for where, _, names in () if is_trusted() else os.walk(folder, followlinks=True):
+        for file in (Path(where, name) for name in names):
+            archive = file.suffix not in (".pt", ".t", ".rows") and is_zipfile(file)
+            if archive or file.name in ("other.pickle", "pickle.pkl"):
+                raise ValueError(
+                    f"{file} is a pickle, which may run code: give trust=True if you trust whoever "
+                    f"wrote it."
+                )
+
+
+def _save_batches(folder: Path, state: Any) -> None:
+    """Save the prefetched batches of a buffer."""
+    with open(folder / _BATCHES, "wb") as file:
+        save_plainly(_plain_batch(state), file)
+
+
+def _load_batches(folder: Path) -> Any:
+    """Read the prefetched batches of a buffer; None, with a warning, if their device is not here."""
+    if (folder / _BATCHES).exists():
+        try:
+            return _batch_from(load_plainly(folder / _BATCHES, device=None))
+        except RuntimeError as error:
+            _logger.warning("prefetched batches are left out: %s", error)
+            return None
+    if not (file := folder / "prefetch.pkl").exists():
+        return None
+    with open(file, "rb") as pickled:  # TorchRL's; it has no classes where there are no batches.
+        return (pickle.Unpickler if is_trusted() else _NoClasses)(pickled).load()
+
+
+def _plain_batches(buffer: ReplayBuffer) -> Any:
+    return prefetched_batches_saved_by(buffer, _save_batches, _load_batches)
+
+
+class _NoClasses(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(
+            f"the prefetched batches are pickles with {module}.{name}, which may run code: give "
+            f"trust=True if you trust whoever wrote them."
+        )
+
+
+def _plain_batch(value: Any) -> tuple[str, Any]:
+    """Convert a batch and what comes with it to plain data, marked with what it was."""
+    if is_tensor_collection(value):
+        steps = plain_steps(unpack(value.reshape(-1)))
+        device = None if value.device is None else str(value.device)
+        return "steps", (steps, value.batch_size, device)
+    if type(value) is dict:
+        return "dict", {key: _plain_batch(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return "tuple" if type(value) is tuple else "list", [*map(_plain_batch, value)]
+    return "value", value
+
+
+def _batch_from(plain: tuple[str, Any]) -> Any:
+    """Undo :func:`_plain_batch`."""
+    kind, value = plain
+    if kind == "steps":
+        steps, batch_size, device = value
+        device = None if device is None else torch.device(device)
+        return pack(steps_from(steps), device, batch_size=batch_size)
+    if kind == "dict":
+        return {key: _batch_from(each) for key, each in value.items()}
+    if kind == "value":
+        return value
+    return (tuple if kind == "tuple" else list)(map(_batch_from, value))
 
 
 def _check_made(path: Path) -> None:

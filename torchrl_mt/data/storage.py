@@ -37,6 +37,7 @@ from torchrl_mt.data._store.dataset_episodes import (
 from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import HANDLES, resolve_index
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
+from torchrl_mt.data._store.plain import trusting
 from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
 from torchrl_mt.data._store.selection import Selection, plan_runs
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
@@ -718,6 +719,7 @@ class EpisodeStorage(LazyStackStorage):
         max_episodes: int | None = None,
         scratch_dir: str | FilePath | None = None,
         verify: bool = False,
+        trust: bool = False,
     ) -> EpisodeStorage:
         """Open a checkpoint as a storage whose files are memory-mapped.
 
@@ -735,6 +737,8 @@ class EpisodeStorage(LazyStackStorage):
             scratch_dir: folder for steps that are written later; None keeps them in memory.
             verify: whether to read all files once and compare their hashes. Without it, only sizes
                 and the hashes of small files are compared.
+            trust: whether to read any Python object among what is stored, which may run code. Plain
+                data and images need no trust.
 
         Raises:
             FileNotFoundError: if there is no such folder, or a file is missing.
@@ -764,7 +768,18 @@ class EpisodeStorage(LazyStackStorage):
             storage._restore(lambda store: files.load(store, mapped=True, verify=verify))
             return storage
 
-        return read_storage(path, load, verify=verify)
+        with trusting(trust):
+            return read_storage(path, load, verify=verify)
+
+    def loads(self, path: str | FilePath, *, trust: bool = False) -> None:
+        """Load what ``dumps`` saved in the folder ``path``; if that fails, change nothing.
+
+        Args:
+            path: the folder.
+            trust: see :meth:`load_memmap`.
+        """
+        with trusting(trust):
+            super().loads(path)
 
     def attach(self, buffer: Any) -> None:
         """Attach ``buffer``: notify it of changes, and save and load it whole or not at all."""

@@ -25,7 +25,7 @@ from torchrl_mt.checks import import_extra
 if TYPE_CHECKING:
     from PIL import Image as PIL
 
-__all__ = ["StoredImage", "is_image", "read_images"]
+__all__ = ["StoredImage", "is_image", "kept_image", "read_images"]
 
 _RAW = "raw"
 
@@ -134,7 +134,7 @@ class StoredImage:
     @classmethod
     def _of_pixels(cls, pixels: np.ndarray) -> StoredImage:
         height, width, _ = pixels.shape
-        return _kept(pixels.tobytes(), _RAW, height, width)
+        return kept_image(pixels.tobytes(), _RAW, height, width)
 
     @classmethod
     def _of_file(cls, data: bytes) -> StoredImage:
@@ -151,7 +151,7 @@ class StoredImage:
                     # A file that is cut off fails here, not while training.
                     upright = _upright(opened)
                     if _is_plain(opened):
-                        return _kept(data, form, height, width)
+                        return kept_image(data, form, height, width)
         except (pil.DecompressionBombError, pil.DecompressionBombWarning) as error:
             raise ValueError(f"image must have fewer pixels: {error}") from error
         except Exception as error:
@@ -165,10 +165,10 @@ class StoredImage:
         # Others than us might turn it otherwise, or put another colour behind what is transparent.
         file = BytesIO()
         upright.save(file, "PNG", compress_level=1)
-        return _kept(file.getvalue(), "png", upright.height, upright.width)
+        return kept_image(file.getvalue(), "png", upright.height, upright.width)
 
     def __reduce__(self) -> Any:
-        return _kept, (self.data, self.format, self.height, self.width)
+        return kept_image, (self.data, self.format, self.height, self.width)
 
     def __copy__(self) -> StoredImage:
         return self
@@ -241,8 +241,9 @@ _ORIENTATION = 0x0112
 """Number of EXIF's orientation."""
 
 
-def _kept(data: bytes, form: str, height: int, width: int) -> StoredImage:
+def kept_image(data: bytes | torch.Tensor, form: str, height: int, width: int) -> StoredImage:
     """Return the image of these bytes: the one that is in memory, or a new one."""
+    data = data if isinstance(data, bytes) else data.numpy().tobytes()
     key = _key(data, form, height, width)
     with StoredImage._lock:
         image = StoredImage._known.get(key)

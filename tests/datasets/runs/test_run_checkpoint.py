@@ -188,21 +188,6 @@ def test_what_parts_share_is_saved_once(tmp_path):
     assert size < 1.5 * 4 * 100 * 100
 
 
-def test_only_what_needs_it_is_unpickled(tmp_path, monkeypatch):
-    parts = {"model": nn.Linear(2, 2), "table": {"x": np.arange(3)}}
-    RunCheckpoint(tmp_path).save(1, **parts)
-    load, trusting = torch.load, []
-    monkeypatch.setattr(
-        torch, "load", lambda f, **k: (trusting.append(not k["weights_only"]), load(f, **k))[1]
-    )
-    parts["table"].clear()
-    assert RunCheckpoint(tmp_path).restore(**parts) == 1
-    assert parts["table"]["x"].tolist() == [0, 1, 2]
-    assert trusting == [False, True]
-    RunCheckpoint(tmp_path).restore(model=parts["model"])
-    assert trusting == [False, True, False]
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux")
 def test_restored_parts_need_no_file(tmp_path):
     run = Run()

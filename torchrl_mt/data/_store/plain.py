@@ -8,34 +8,54 @@ release 0.1.0, which hold the classes, are read too.
 from __future__ import annotations
 
 import pickle
+import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.schema import Entry, Schema
 from torchrl_mt.data._store.steps import Column, Objects, Rows, Steps
+from torchrl_mt.vision.images import StoredImage, kept_image
 
 __all__ = [
     "dtype_from",
     "is_plain",
+    "is_trusted",
     "items_from",
+    "load_plainly",
     "plain_dtype",
     "plain_schema",
     "plain_steps",
     "save_plainly",
     "schema_from",
     "steps_from",
+    "trusting",
 ]
-
 
 _PLAIN = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
-def is_plain(state: Any, *, with_bytes: bool = True) -> bool:
-    """Whether ``torch.load(weights_only=True)`` reads a state; without bytes, only if it has none.
+_HARMLESS: list[Any] = [
+    kept_image,
+    np.ndarray,
+    np.dtype,
+    *(value.__reduce__()[0] for value in (np.empty(0), np.float32(0))),
+    *{type(np.dtype(code)) for code in "?bhilqpBHILQPefdgFDGSUmM"},
+]
+"""What a file may call besides what torch admits: makers of images, and of NumPy's numbers and texts."""
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+def is_plain(state: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` reads a state.
 
     Examples:
         >>> is_plain({"weight": torch.ones(2), "steps": [1, 2]}), is_plain(object())
@@ -48,16 +68,63 @@ def is_plain(state: Any, *, with_bytes: bool = True) -> bool:
     elif type(state) is Tensor:
         return state.layout is torch.strided and not (state.is_nested or vars(state))
     else:
-        return type(state) in _PLAIN or (with_bytes and type(state) is bytes)
-    return all(is_plain(value, with_bytes=with_bytes) for value in inside)
+        return type(state) in _PLAIN
+    return all(map(is_plain, inside))
+
+
+class _Pickler(pickle.Pickler):
+    """Saves images as tensors: in the protocol that torch reads, bytes take half as much again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not StoredImage:
+            return NotImplemented
+        make, (data, *rest) = value.__reduce__()
+        return make, (torch.frombuffer(bytearray(data), dtype=torch.uint8), *rest)
 
 
 def save_plainly(state: Any, file: Any) -> None:
-    """Save a state so that ``torch.load(weights_only=True)`` reads it, if the user's data allow it."""
-    # It reads torch's own pickle protocol only, in which bytes, such as images, take half as much again.
-    short = not is_plain(state, with_bytes=False)
-    protocol = pickle.DEFAULT_PROTOCOL if short else torch.serialization.DEFAULT_PROTOCOL
-    torch.save(state, file, pickle_protocol=protocol)
+    """Save a state so that :func:`load_plainly` reads it, if the user's data allow it."""
+    torch.save(state, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+
+
+def load_plainly(path: Path, *, device: str | None = "cpu", mmap: bool = False) -> Any:
+    """Read what :func:`save_plainly` wrote; other Python objects only within :func:`trusting`.
+
+    Args:
+        path: the file.
+        device: device of all tensors; None for those that they were on.
+        mmap: whether to map large tensors instead of reading them.
+
+    Raises:
+        ValueError: if the file holds other objects, whose classes may run code, or is damaged.
+    """
+    torch.serialization.add_safe_globals(_HARMLESS)
+    try:
+        return torch.load(path, map_location=device, mmap=mmap, weights_only=not is_trusted())
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = (
+            f"{found[1]} objects" if found else "more than tensors, numbers, texts and containers"
+        )
+        raise ValueError(
+            f"{path} holds {what}, or is damaged. Reading objects may run code: give trust=True if you "
+            f"trust whoever wrote the file."
+        ) from error
+
+
+@contextmanager
+def trusting(trust: bool) -> Iterator[None]:
+    """Let :func:`load_plainly` read any Python object, if ``trust``."""
+    token = _trusted.set(trust or is_trusted())
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether any Python object may be read."""
+    return _trusted.get()
 
 
 def plain_dtype(dtype: torch.dtype) -> str:

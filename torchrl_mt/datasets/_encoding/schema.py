@@ -28,8 +28,6 @@ _MOST_SHARED = 62
 class Field(Form):
     """One entry of a data set."""
 
-    stacked: bool = False
-    """Whether a ragged entry is read as one tensor wherever all shapes agree."""
     shared: bool = False
     """A ``("next", k)`` that equals ``k`` one step later: written once, as ``T + 1`` rows of ``k``."""
 
@@ -58,9 +56,8 @@ class EpisodeSchema:
                 fields[path] = Field("dense", entry.shape, entry.dtype)
             elif entry.kind == "object":
                 fields[path] = Field("object")
-            else:
-                any_shape = (-1,) * len(entry.shape)
-                fields[path] = Field("ragged", any_shape, entry.dtype, entry.kind == "dense")
+            else:  # A lazy stack: that its shapes agree in one episode says nothing of others.
+                fields[path] = Field("ragged", (-1,) * len(entry.shape), entry.dtype)
         if share_next:
             for path in sorted(fields, key=len):
                 source = fields.get(path[1:]) if path[0] == "next" else None
@@ -120,7 +117,6 @@ class EpisodeSchema:
                     "kind": field.kind,
                     "shape": list(field.shape),
                     "dtype": None if field.dtype is None else dtype_name(field.dtype),
-                    "stacked": field.stacked,
                     "shared": field.shared,
                 }
                 for path, field in self.fields.items()
@@ -136,7 +132,6 @@ class EpisodeSchema:
                     entry["kind"],
                     tuple(entry["shape"]),
                     None if entry["dtype"] is None else dtype_of(entry["dtype"]),
-                    entry["stacked"],
                     entry["shared"],
                 )
                 for entry in data["fields"]

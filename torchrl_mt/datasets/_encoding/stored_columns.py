@@ -125,8 +125,6 @@ def decode(field: Field, stored: StoredRows) -> Column:
     if isinstance(stored, DenseRows):
         return as_tensor(field, stored.values)
     values, shapes = as_tensor(field, stored.values), stored.shapes
-    if field.stacked and len(shapes) and (shapes == shapes[0]).all():
-        return values.reshape(len(shapes), *shapes[0].tolist())
     items = values.split(shapes.prod(1).tolist())
     return Rows([item.reshape(shape) for item, shape in zip(items, shapes.tolist(), strict=True)])
 

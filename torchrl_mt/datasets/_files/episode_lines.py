@@ -43,7 +43,7 @@ from torchrl_mt.datasets._files.writers import EncodedEpisode
 __all__ = ["columns_of", "describe", "fields_of"]
 
 _DTYPE = re.compile(
-    r"(?P<dtype>\w+)(?:\[(?P<shape>[\d?, ]*)\])?(?P<stacked> stacked)?"
+    r"(?P<dtype>\w+)(?:\[(?P<shape>[\d?, ]*)\])?(?: stacked)?"
     r"(?: shapes=(?P<shapes>\S+))?(?: bytes=(?P<bytes>\S*))?"
 )
 _TEXT: Path = ("text",)
@@ -118,8 +118,6 @@ def _plain(field: Field, stored: StoredRows) -> tuple[list[Any], str]:
     note = dtype_name(field.dtype)
     if field.shape:
         note += f"[{', '.join('?' if size < 0 else str(size) for size in field.shape)}]"
-    if field.stacked:
-        note += " stacked"
     numbers = _numbers(as_tensor(field, stored.values))
     if isinstance(stored, RaggedRows):
         ends = stored.shapes.prod(1).cumsum()
@@ -165,10 +163,9 @@ def _parse_dtype(note: str) -> tuple[Field, list[list[int]] | None, str | None]:
         return Field("object"), None, None
     sizes = [size.strip() for size in (found["shape"] or "").split(",") if size.strip()]
     shape = tuple(-1 if size == "?" else int(size) for size in sizes)
-    stacked = found["stacked"] is not None
-    kind: Any = "ragged" if stacked or -1 in shape else "dense"
+    kind: Any = "ragged" if -1 in shape else "dense"
     shapes = None if found["shapes"] is None else json.loads(found["shapes"])
-    return Field(kind, shape, dtype_of(found["dtype"]), stacked), shapes, found["bytes"]
+    return Field(kind, shape, dtype_of(found["dtype"])), shapes, found["bytes"]
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

@@ -230,8 +230,6 @@ class WholeReader(FormatReader):
         if isinstance(column, Objects):
             return Objects(deepcopy(column.items))
         if isinstance(column, Rows):
-            if self.schema.fields[path].stacked and len({row.shape for row in column.items}) == 1:
-                return torch.stack(column.items)
             return Rows([row.clone() for row in column.items])
         return column
 

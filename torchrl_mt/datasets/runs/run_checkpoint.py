@@ -30,9 +30,11 @@ from torchrl_mt.data._store.files.versions import (
     number_of,
     save_version,
 )
-from torchrl_mt.data._store.plain import is_plain
+from torchrl_mt.data.checkpoint import batches_saved_plainly
+from torchrl_mt.data._store.plain import is_plain, load_plainly, save_plainly, trusting
 from torchrl_mt.datasets.runs.run_parts import (
     check_state,
+    check_trust,
     class_of,
     kinds_of,
     load_parts,
@@ -157,7 +159,7 @@ class RunCheckpoint:
             record = {"step": step, "saved_by": self._id, "parts": kinds, "classes": classes}
             save_version(self.folder, lambda new: _write(new, record, parts), keep=self.keep)
 
-    def restore(self, /, **parts: Any) -> int | None:
+    def restore(self, /, *, trust: bool = False, **parts: Any) -> int | None:
         """Load the last whole checkpoint into the given parts, in an order that is right.
 
         Give parts that were made as for the first run and have not run yet: a collector that has
@@ -165,11 +167,14 @@ class RunCheckpoint:
         engines take them (the part named ``model``, or ``None``: those of the model that the engine
         was made from), then the collectors are loaded, and the random states come last.
 
-        A checkpoint may hold any Python object, in buffers and in parts whose state has more than
-        tensors, numbers, strings and containers: restore only checkpoints that you trust. The other
-        parts are read with ``torch.load(weights_only=True)``.
+        Nothing that is read runs code, unless you give ``trust``. Tensors, arrays, numbers, strings,
+        images and containers of them need none, and so do most parts of a run. Other Python objects do,
+        such as a buffer's tensorclasses, and your own parts with ``dumps`` and ``loads``; the error
+        says which part.
 
         Args:
+            trust: whether to read any Python object: give True only if you trust whoever wrote the
+                checkpoint.
             **parts: the parts by the names that they were saved under. Those that were saved and are
                 not given are left out, with a warning.
 
@@ -178,7 +183,7 @@ class RunCheckpoint:
 
         Raises:
             TypeError: if a part is none of what the class lists.
-            ValueError: if a part was not saved, is of another kind, or an optimizer, a scheduler or a
+            ValueError: if a part needs ``trust``, was not saved, is of another kind, or an optimizer, a scheduler or a
                 random generator of another class, a model has other entries or shapes, an optimizer
                 other parameters, or a collector other data: nothing has changed. If a part refuses its
                 state later: the message says which, and what was loaded before. If the folder has
@@ -199,11 +204,15 @@ class RunCheckpoint:
             record = _read_record(found)
             _check_names(kinds, record, found)
             _check_classes(parts, record)
-            states, of_generators = _read_states(found, kinds)
+            with trusting(trust):
+                states, of_generators = _read_states(found, kinds)
             for name, part in parts.items():
                 if name in states:
                     check_state(name, part, states[name])
-            load_parts(parts, states, found / _PARTS)
+                elif kinds[name] == "folder":
+                    check_trust(name, part, trust)
+            with trusting(trust):
+                load_parts(parts, states, found / _PARTS)
             set_random_states(of_generators)
             self._known = number_of(max([found, *damaged], key=number_of))
             # Not those that only could not be read this time.
@@ -236,14 +245,15 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
         place = folder / _PARTS / name
         try:
             if record["parts"][name] == "folder":
-                part.dumps(place)
+                with batches_saved_plainly(part):
+                    part.dumps(place)
             elif record["parts"][name] != "engine":
                 state = state_of(part)
                 if is_plain(state):
                     states["parts"][name] = state
                 else:
                     with open(place.with_suffix(".pt"), "wb") as file:
-                        torch.save(state, file)
+                        save_plainly(state, file)
         except OSError:
             raise
         except Exception as error:
@@ -252,7 +262,7 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
             ) from error
     files = HashedFiles(folder)
     with files.create(_STATES) as file:
-        torch.save(states, file)
+        save_plainly(states, file)
     write_manifest(folder / HASHES, files.sizes_and_hashes)
     (folder / RUN).write_text(json.dumps(record), encoding="utf-8")
 
@@ -312,7 +322,7 @@ def _check_classes(parts: Mapping[str, Any], record: Mapping[str, Any]) -> None:
 
 def _read_states(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the states of parts by name, and the random states. Large tensors are mapped, not read."""
-    read = torch.load(folder / _STATES, map_location="cpu", mmap=True, weights_only=True)
+    read = load_plainly(folder / _STATES, mmap=True)
     states = {}
     for name, kind in kinds.items():
         if name in read["parts"]:
@@ -320,7 +330,7 @@ def _read_states(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Any]
         elif kind not in ("folder", "engine"):
             file = folder / _PARTS / f"{name}.pt"
             try:
-                states[name] = torch.load(file, map_location="cpu", weights_only=False)
+                states[name] = load_plainly(file)
             except Exception as error:
                 raise ValueError(f"part {name!r} cannot be read from {file}: {error}") from error
     return states, read["random"]

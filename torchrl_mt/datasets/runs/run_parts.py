@@ -7,6 +7,7 @@ then engines take them, and collectors, whose weight versions go on from their e
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import random
 from collections.abc import Iterable, Mapping
@@ -19,12 +20,15 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchrl.data import ReplayBuffer
 
+from torchrl_mt.data.checkpoint import batches_saved_plainly, check_pickles
 from torchrl_mt.ranks import is_dtensor, is_sharded
 
 __all__ = [
     "Kind",
     "check_state",
+    "check_trust",
     "class_of",
     "kinds_of",
     "load_parts",
@@ -44,11 +48,9 @@ def kinds_of(parts: Mapping[str, Any]) -> dict[str, Kind]:
     for name in parts:
         if not name.isidentifier():
             raise ValueError(f"parts must have names like those of arguments, got {name!r}.")
-    if "step" in parts:
-        raise ValueError(
-            "part 'step' has the name of save()'s argument: give it another name, and the step to "
-            "save(step)."
-        )
+    for name, method in {"step": "save()", "trust": "restore()"}.items():
+        if name in parts:
+            raise ValueError(f"part {name!r} has the name of {method}'s argument: rename it.")
     return {name: _kind_of(name, part) for name, part in parts.items()}
 
 
@@ -145,6 +147,16 @@ def check_state(name: str, part: Any, state: Any) -> None:
         _check_same(name, *("list" if isinstance(x, list) else "dict" for x in (state, part)))
 
 
+def check_trust(name: str, part: Any, trust: bool) -> None:
+    """Refuse a part that reads its files by itself, perhaps as pickles, unless it is trusted."""
+    known = isinstance(part, ReplayBuffer) or "trust" in inspect.signature(part.loads).parameters
+    if not (trust or known):
+        raise ValueError(
+            f"part {name!r} ({type(part).__name__}) reads its files by itself, which may run code: "
+            "give trust=True if you trust whoever wrote them."
+        )
+
+
 def _check_same(name: str, saved: str, given: str) -> None:
     if saved != given:
         raise ValueError(
@@ -239,7 +251,9 @@ def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -
                 # A copy: a part may keep what it is given, whose file will be deleted.
                 _load_state(part, copy.deepcopy(states.pop(name)))
             elif part is not engine:
-                part.loads(folder / name)
+                check_pickles(folder / name)
+                with batches_saved_plainly(part):
+                    part.loads(folder / name)
         except Exception as error:
             raise ValueError(
                 f"part {name!r} cannot be restored from {folder.parent}: {error}\nLoaded before it: "

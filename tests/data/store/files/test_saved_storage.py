@@ -346,7 +346,7 @@ def test_what_was_on_a_gpu_loads_without_one(make, said, tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     other = buffer()
-    other.loads(tmp_path)
+    other.loads(tmp_path, trust=True)
     assert other.storage._store.columns["text",].data[1]["a"].tolist() == [0, 1, 2]
     assert make.steps(other[:].exclude("text")) == make.steps(rb[:].exclude("text"))
     assert other.writer.open_lengths == rb.writer.open_lengths

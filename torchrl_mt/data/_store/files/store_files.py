@@ -6,8 +6,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchrl_mt.data._store.files.column_files import Form, Part, SavedColumn, SavedFile, write_part
 from torchrl_mt.data._store.files.manifest import (
     HASHES,
@@ -17,7 +15,7 @@ from torchrl_mt.data._store.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchrl_mt.data._store.plain import items_from, save_plainly
+from torchrl_mt.data._store.plain import items_from, load_plainly, save_plainly
 from torchrl_mt.data._store.steps import Objects
 
 if TYPE_CHECKING:
@@ -58,7 +56,8 @@ class StoreFiles:
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: if a file has another size, or the manifest or state is damaged.
+        ValueError: if a file has another size, the manifest or state is damaged, or the state holds
+            objects and nobody trusts it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,9 +65,7 @@ class StoreFiles:
         for name, (size, _) in self._files.items():
             check_size(folder / name, size)
         check_hash(folder / _STATE, self._hash(_STATE))
-        self.state: dict[str, Any] = torch.load(
-            folder / _STATE, map_location="cpu", weights_only=False
-        )
+        self.state: dict[str, Any] = load_plainly(folder / _STATE)
         """What :meth:`EpisodeStore.parts` returned, with the plain :class:`Form` of each part."""
 
     def load(self, store: EpisodeStore, *, mapped: bool = False, verify: bool = False) -> int:
