@@ -31,45 +31,46 @@ def new_stack(nodes: Sequence[Any], device: torch.device | None) -> LazyStackedT
 class Unread:
     """Mixin of a stack whose elements are built on first access.
 
-    The object then becomes an instance of its other base class alone.
+    The object then becomes an instance of its other base class alone. Several threads may look into it
+    at once: each step leaves an object that others can read.
     """
 
     __slots__ = ()  # Otherwise ``__class__`` could not be assigned.
 
-    tree: Any
-    """The columns that the elements are built from."""
-    make: Callable[[], list[Any]]
-    """Builds the elements."""
-
     @classmethod
     def of(cls, tree: Any, size: torch.Size, make: Callable[[], list[Any]]) -> Any:
-        """Create a stack of batch size ``size`` whose elements ``make`` builds."""
+        """Create a stack of batch size ``size`` whose elements ``make`` builds from ``tree``."""
         new: Any = cls._new_lazy_unsafe(batch_size=[])  # type: ignore[attr-defined]
-        new.__dict__.update(tree=tree, make=make, _batch_size=size)
+        new.__dict__.update(unread=(tree, make), _batch_size=size)
         del new.__dict__["tensordicts"]
         return new
 
     def __getattr__(self, name: str) -> Any:
         if name != "tensordicts":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.read()
+        Unread.read(self)
         return self.tensordicts
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether the elements are not built yet; False for stacks derived from this one."""
-        return "tensordicts" not in self.__dict__
 
     def read(self) -> None:
         """Build the elements and become the other base class."""
-        if self.is_unread:
-            self.__dict__["tensordicts"] = self.make()
-            del self.tree, self.make
-        self.__class__ = type(self).__bases__[0]
+        unread = self.__dict__.get("unread")
+        if unread is not None and "tensordicts" not in self.__dict__:
+            # All threads get the elements of the one that is first.
+            self.__dict__.setdefault("tensordicts", unread[1]())
+        self.__dict__.pop("unread", None)
+        kind = type(self)
+        if issubclass(kind, Unread):
+            self.__class__ = kind.__bases__[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.read()  # Copies and pickles are of the other class.
+        Unread.read(self)  # Copies and pickles are of the other class.
         return self.__reduce_ex__(protocol)
+
+
+def unread_tree(data: Any) -> Any:
+    """Return what an unread stack's elements are built from; None once they are built."""
+    unread = data.__dict__.get("unread") if isinstance(data, Unread) else None
+    return None if unread is None or "tensordicts" in data.__dict__ else unread[0]
 
 
 class UnreadStack(LazyStackedTensorDict, Unread):

@@ -29,6 +29,7 @@ from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.plain import plain_steps, steps_from
 from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of
+from torchrl_mt.data._writing.beginnings import Beginnings
 from torchrl_mt.data._writing.closed_episodes import (
     Closed,
     Reason,
@@ -102,6 +103,10 @@ class EpisodeWriter(SavesState, Writer):
     - With ids, both episodes stay open, as two collectors may both count from 0. At most 32 episodes
       of one id are open; beyond that, the one that waited longest for a step is given up.
     - With done flags, a row has one open episode. It is given up, as the environment was reset.
+
+    Ids that are numbered anew in each batch cost episodes their beginnings. The writer warns once when a
+    new id begins without a true ``"is_init"``, where other steps had one, or where an open episode of
+    another id left off.
 
     An episode whose id stops coming without a done flag stays open until :meth:`flush`, or until
     ``max_open_steps`` is exceeded. TorchRL's ``Collector(reset_at_each_iter=True)`` leaves such
@@ -197,6 +202,7 @@ class EpisodeWriter(SavesState, Writer):
         self._id_source: _IdSource | None = None
         self._write_count = 0
         self._continuity = Continuity()
+        self._beginnings = Beginnings()
         self._counts = dict(_ZERO_COUNTS)
         self._warned: set[str] = set()
         self._entries_cache = self._schema_cache = _EMPTY_CACHE
@@ -307,6 +313,7 @@ class EpisodeWriter(SavesState, Writer):
             opened = self._open
             if not opened.slots:
                 return _nothing()
+            self._beginnings.gave_up = True
             closed = [
                 Closed(slot, opened.rows(slot), opened.labels[slot], "flush")
                 for slot in opened.by_age()
@@ -334,6 +341,7 @@ class EpisodeWriter(SavesState, Writer):
                 known = [*self.open_lengths]
                 raise KeyError(f"no episode {episode!r} is open; the open ones are {known}.")
             self._open.discard(self._open.slots[episode])
+            self._beginnings.gave_up = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the open episodes, learned continuity and counts."""
@@ -361,6 +369,7 @@ class EpisodeWriter(SavesState, Writer):
         for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps_from(steps))
         self._open, self._continuity = opened, Continuity(state_dict["continuity"])
+        self._beginnings = Beginnings()
         source = state_dict["id_source"]  # Release 0.1.0 saved it as it is.
         self._id_source = _IdSource(**source) if isinstance(source, dict) else source
         self._write_count = state_dict["write_count"]
@@ -370,8 +379,9 @@ class EpisodeWriter(SavesState, Writer):
         """Drop the open episodes."""
         with self._locked():
             count = 0 if empty_write_count else self._write_count
+            given_up = bool(self._open.slots)
             self._forget()
-            self._write_count = count
+            self._write_count, self._beginnings.gave_up = count, given_up
 
     def __getstate__(self) -> dict[str, Any]:
         with self._locked():
@@ -410,7 +420,7 @@ class EpisodeWriter(SavesState, Writer):
             # All episodes are whole, and no open one is concerned.
             whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
             whole.sort(key=lambda episode: int(episode.rows[-1]))
-            return self._commit(batch, shape, whole, continuity)
+            return self._commit(batch, shape, whole, continuity, paths, id_source)
         if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._id_source}, this batch "
@@ -430,7 +440,7 @@ class EpisodeWriter(SavesState, Writer):
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
         closed = self._closed(batch, found, first)
-        return self._commit(batch, shape, closed, continuity, found, id_source)
+        return self._commit(batch, shape, closed, continuity, paths, id_source, found)
 
     def _segmented(
         self,
@@ -564,14 +574,20 @@ class EpisodeWriter(SavesState, Writer):
         shape: torch.Size,
         closed: list[Closed],
         continuity: Continuity,
+        paths: tuple[Path, ...],
+        id_source: _IdSource,
         found: Matches | None = None,
-        id_source: _IdSource | None = None,
     ) -> Tensor:
         """Store the closed episodes and accept the batch; return the index to give out.
 
         ``found`` is None if all segments are whole episodes and none is among the open steps.
         """
         first, kept, episodes = 0 if found is None else self._open.tail, closed, batch.steps
+        renumbered = None
+        if id_source.key is not None and (not self._open.slots or id_source == self._id_source):
+            renumbered = self._beginnings.sign_of_new_ids(
+                batch, found, self._open, paths, continuity
+            )
         if found is None:
             if batch.order is not None:
                 order = np.concatenate([episode.rows for episode in closed])
@@ -595,6 +611,15 @@ class EpisodeWriter(SavesState, Writer):
                 self._count_given_up(batch, found, closed, len(kept))
                 self._id_source = id_source
             self._continuity = continuity
+            if renumbered is not None and "renumbered" not in self._warned:
+                self._warned.add("renumbered")
+                _logger.warning(
+                    "%s: it lacks its beginning. Ids must stay the same: MultiSyncCollector numbers "
+                    "them anew in each batch with split_trajs=True. Give it split_trajs=False, or give "
+                    "EpisodeWriter(traj_key=...) a key of ids that stay. This is said once for each "
+                    "writer.",
+                    renumbered,
+                )
         if self._sets_indices():
             return handles_of_batch(batch, shape, kept, lengths, stored, first)
         return stored

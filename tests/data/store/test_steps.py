@@ -1,3 +1,7 @@
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tensordict import NonTensorData, TensorClass, TensorDict, lazy_stack
@@ -82,3 +86,26 @@ def test_a_key_in_some_steps_only_is_refused():
 def test_only_tensor_collections_are_taken():
     with pytest.raises(TypeError, match="must be a TensorDict"):
         unpack({"x": torch.zeros(2)})
+
+
+def test_threads_may_read_one_unread_batch_at_once(make):
+    data = make.turns([3, 2])
+    expected = make.steps(data)
+    reads = [make.steps, unpack, lambda batch: make.steps(batch.clone())]
+    number = 6
+    start = threading.Barrier(number, timeout=60)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(number) as threads:
+            for _ in range(40):
+                batch = pack(unpack(data), unread=True)
+
+                def read(i, batch=batch):
+                    start.wait()
+                    return reads[i % len(reads)](batch)
+
+                for i, got in enumerate(threads.map(read, range(number))):
+                    assert (make.steps(pack(got)) if i % len(reads) == 1 else got) == expected
+    finally:
+        sys.setswitchinterval(interval)

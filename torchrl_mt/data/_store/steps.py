@@ -24,12 +24,12 @@ from tensordict.utils import NestedKey, is_non_tensor, unravel_key
 from torch import Tensor
 
 from torchrl_mt._hosts.tensordict import (
-    Unread,
     UnreadObjects,
     UnreadStack,
     new_stack,
     new_tensordict,
     tensordict_of,
+    unread_tree,
 )
 
 __all__ = [
@@ -180,8 +180,9 @@ def unpack(data: Any) -> Steps:
     if is_tensorclass(data):
         root_class = type(data)
         data = tensordict_of(data)
-    if isinstance(data, Unread) and data.is_unread:
-        _unpack_tree((), data.tree, columns)
+    tree = unread_tree(data)
+    if tree is not None:
+        _unpack_tree((), tree, columns)
     elif isinstance(data, LazyStackedTensorDict):
         _unpack_rows((), list(data.unbind(0)), columns)
     else:
@@ -307,8 +308,8 @@ def _unpack_batch(path: Path, data: TensorDictBase, columns: dict[Path, Column])
         if isinstance(value, Tensor):
             value = _plain(value)
             columns[where] = Rows(list(value.unbind(0))) if value.is_nested else value
-        elif isinstance(value, Unread) and value.is_unread:
-            _unpack_tree(where, value.tree, columns)
+        elif (tree := unread_tree(value)) is not None:
+            _unpack_tree(where, tree, columns)
         elif isinstance(value, NonTensorStack):
             columns[where] = Objects(value.tolist())
         elif is_non_tensor(value):

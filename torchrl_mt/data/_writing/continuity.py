@@ -87,6 +87,15 @@ class Continuity:
         known = map(self._records.get, paths)
         return all(record is not None and record.agreed >= _ENOUGH for record in known)
 
+    def states(self, paths: Iterable[Path], values: Values) -> list[bytes]:
+        """Return each step's bits of all proven entries; none if an entry cannot be compared."""
+        known = [path for path in paths if path in self._records and self._records[path].proven]
+        found = [values(path) for path in known]
+        arrays = [array for array in found if array is not None]
+        if len(arrays) < len(found):
+            return []
+        return [b"".join(row.tobytes() for row in rows) for rows in zip(*arrays, strict=True)]
+
     def learn(self, paths: Iterable[Path], later: Values, earlier: Values) -> None:
         """Learn from consecutive steps of a row of a batch; arguments as :meth:`judge`."""
         for record, _, odd in self._seen(paths, later, earlier):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, name_of
 
-__all__ = ["FLAGS", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
+__all__ = ["FLAGS", "INIT", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
 
 FLAGS = ("done", "terminated", "truncated")
 """Names of done flags. At the root of a step they are false, as an ended episode takes no step."""
 
 _END_KEYS: tuple[Path, ...] = tuple(("next", flag) for flag in FLAGS)
 _MASK: Path = ("collector", "mask")
-_INIT: Path = ("is_init",)
+INIT: Path = ("is_init",)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class EndFlags:
 
 def begins(steps: Steps) -> np.ndarray | None:
     """Return which steps have a true ``"is_init"``: bool ``[N]``; None if none has."""
-    column = steps.columns.get(_INIT)
+    column = steps.columns.get(INIT)
     flag = None if column is None else stacked(column)
     if flag is None or flag.shape[0] != steps.length or not flag.numel():
         return None
