@@ -18,6 +18,7 @@ from tests.chat.families import FAMILIES
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples, few_or_many
+from torchrl_mt.agents import export_interactions
 from torchrl_mt.agents.conversation import ChatTokensCache, Conversation
 from torchrl_mt.agents.messages import canonical, identities
 from torchrl_mt.agents.requests import read_chat
@@ -302,6 +303,25 @@ def test_parallel_calls_of_one_session_are_branches():
             return [turn.parent for turn in session.turns()]
 
     assert asyncio.run(main()) == [-1, 0, 0, 0, 0, -1]
+
+
+def test_a_question_asked_again_takes_no_credit_from_the_line_that_goes_on():
+    """The same answer twice; the agent goes on with the line that it had begun before."""
+    engine = counting_engine()
+
+    async def main():
+        async with session_of(engine) as session:
+            messages = [user("one")]
+            for _ in range(2):
+                messages += [(await post(session, messages))["choices"][0]["message"], user("two")]
+            await post(session, messages[:1])
+            last = await post(session, messages)
+            calls = export_interactions(session)
+            return [turn.parent for turn in session.turns()], calls[last["id"]].parent_id, [*calls]
+
+    parents, before, ids = asyncio.run(main())
+    assert parents == [-1, 0, -1, 1]
+    assert before == ids[1]
 
 
 def test_a_tokenizer_that_does_not_give_back_its_ids_makes_one_row():

@@ -230,7 +230,8 @@ def test_tool_calls_go_out_and_their_answers_come_back(family):
         ({"stop": [1]}, "stop must be a string or a list of strings"),
         ({"tool_choice": "required"}, 'tool_choice="required" cannot'),
         ({"presence_penalty": 0.5}, "presence_penalty=0.5 cannot"),
-        ({"n": 0}, "n must be a positive number of answers, got 0"),
+        ({"n": 0}, "n must be a number of answers from 1 to 128, got 0"),
+        ({"n": 10**9}, "n must be a number of answers from 1 to 128, got 10"),
         ({"extra_body": {"tempreature": 1}}, "tempreature is not known here"),
     ],
 )

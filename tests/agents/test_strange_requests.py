@@ -46,6 +46,13 @@ REFUSED = {
     "NaN below": (with_(b'"chat_template_kwargs":{"a":NaN}'), None),
     "too large a number": (with_(b'"temperature":1e999'), "temperature"),
     "a huge integer": (with_(b'"temperature":1' + b"0" * 400), "temperature"),
+    "a huge seed": (with_(b'"seed":1' + b"0" * 300), "seed"),
+    "a huge top_k": (with_(b'"top_k":1' + b"0" * 30), "top_k"),
+    "a low top_k": (with_(b'"top_k":-2'), "top_k"),
+    "a share above 1": (with_(b'"min_p":1.5'), "min_p"),
+    "a huge length": (with_(b'"max_tokens":1' + b"0" * 30), "max_tokens"),
+    "too many stop strings": (with_(b'"stop":[' + b'"x",' * 999 + b'"x"]'), "stop"),
+    "too long a stop string": (with_(b'"stop":"' + b"x" * 9999 + b'"'), "stop"),
     "nested variables": (with_(b'"chat_template_kwargs":{"a":' + nested(970) + b"}"), None),
     "a nested message": (
         b'{"messages":[{"role":"user","content":"one","x":' + nested(970) + b"}]}",
@@ -101,7 +108,6 @@ ANSWERED = {
     "keys twice": b'{"messages":[],' + MESSAGES + b"}",
     "a whole character in halves": with_(b'"model":"\\ud83d\\ude00"'),
     "nested": with_(b'"chat_template_kwargs":{"a":' + nested(50) + b"}"),
-    "a huge seed": with_(b'"seed":1' + b"0" * 300),
     "nothing in many fields": with_(b'"stop":"","tools":[],"n":null,"stream":null,"model":null'),
     "content in parts": saying(content=[{"text": "one"}, {"text": " two"}]),
 }

@@ -192,8 +192,8 @@ def check_parents(batch, rows) -> None:
     for k, parent in enumerate(batch["turn", "parent"].tolist()):
         first = ids.index(ids[k])
         told = [prompts[j] + answers[j] for j in range(first, k)]
-        found = (j for j in reversed(range(k - first)) if prompts[k][: len(told[j])] == told[j])
-        assert parent == next(found, -1)
+        fitting = [j for j, line in enumerate(told) if prompts[k][: len(line)] == line]
+        assert parent == max(fitting, key=lambda j: (len(told[j]), j), default=-1)
     compared = MergeTurns(pad_token_id=1)(batch.exclude("turn"))
     for key in compared.keys(True, True):
         if isinstance(compared[key], torch.Tensor):

@@ -6,9 +6,14 @@ import asyncio
 import contextlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.idle_clock import LIMIT, hang
+from tests.tiers import few_or_many
 from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.envs import TextEnv, TextStep
 
 from .scripted import ScriptedEngine
@@ -291,3 +296,65 @@ def test_a_call_may_have_a_seed_of_its_own(engine):
         next(iter(collector))
     assert [call["seed"] for call in engine.asked][:2] == [3, None]
     assert engine.asked[2]["seed"] not in (3, None, 7)
+
+
+def longest_before(turns):
+    """The slow and obvious parents: of all turns that a prompt begins with, the longest and last."""
+    lines = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in turns]
+    return [
+        max(
+            (j for j in range(k) if list(turn.prompt_ids)[: len(lines[j])] == lines[j]),
+            key=lambda j: (len(lines[j]), j),
+            default=-1,
+        )
+        for k, turn in enumerate(turns)
+    ]
+
+
+@few_or_many(40, 400)
+def test_a_parent_is_the_longest_line_that_a_call_goes_on_from(tokenizer, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(st.randoms(use_true_random=False))
+    def check(rng):
+        asyncio.run(play_and_drop(tokenizer, rng))
+
+    check()
+
+
+async def play_and_drop(tokenizer, rng):
+    """Calls go on from any line or ask anew, end in any order, and some are dropped."""
+    gates = []
+
+    class Gated(ScriptedEngine):
+        async def generate(self, prompt_ids, **sampling):
+            gates.append(asyncio.Event())
+            await gates[-1].wait()
+            return await super().generate(prompt_ids, **sampling)
+
+    recorder = Recorder(
+        Gated(tokenizer, lambda prompt: [rng.randrange(2)]), Episode(None), Limits()
+    )
+    turns = recorder.episode.turns
+    for _ in range(rng.randint(1, 5)):
+        lines = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in turns]
+        asked = [
+            rng.choice([[0], *lines]) + [0] * rng.randrange(2) for _ in range(rng.randint(1, 3))
+        ]
+        first = len(gates)
+        calls = [asyncio.ensure_future(recorder.generate(prompt)) for prompt in asked]
+        while len(gates) < first + len(calls):
+            await asyncio.sleep(0)
+        for k in rng.sample(range(len(calls)), len(calls)):
+            gates[first + k].set()
+            await calls[k]
+            assert [turn.parent for turn in turns] == longest_before(turns)
+        if rng.random() < 0.5:
+            gone = rng.choice(turns)
+            children = [turn for turn in turns if turns[turn.parent] is gone and turn.parent >= 0]
+            line = [*gone.prompt_ids, *gone.completion.token_ids]
+            recorder.drop(gone)
+            parents = [turn.parent for turn in turns]
+            assert parents == longest_before(turns)
+            for child in children:  # the tokens of its parent are still those of a turn
+                parent = turns[child.parent]
+                assert [*parent.prompt_ids, *parent.completion.token_ids] == line

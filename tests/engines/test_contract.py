@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 from functools import partial
 
@@ -241,19 +242,62 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
         ("guess", {}, TypeError, "token ids, got str: tokenize it first"),
         ([5, 26], {}, ValueError, "token ids in 0..25, got 26"),
         ([-1, 5], {}, ValueError, "token ids in 0..25, got -1"),
-        ([5], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+        (
+            [5],
+            {"max_new_tokens": 0},
+            ValueError,
+            "max_new_tokens must be an integer in .1, .*got 0",
+        ),
         ([5], {"stop": 7}, TypeError, "stop must be a string or a list of strings, got 7"),
         ([5], {"stop": ["a", ""]}, ValueError, "stop must hold no empty string"),
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "1020 tokens and max_new_tokens=5 exceed"),
         ([5] * 1024, {}, ValueError, "1024 tokens and .* exceed .*1024"),
-        ([5], {"temperature": -1.0}, ValueError, "temperature must be .* not negative, got -1.0"),
+        ([5], {"temperature": -1.0}, ValueError, "temperature must be a number in .0, .*got -1.0"),
         ([5], {"top_p": "all"}, TypeError, "top_p must be a number, got 'all'"),
-        ([5], {"top_k": -5}, ValueError, "top_k must not be negative"),
+        ([5], {"top_k": -5}, ValueError, "top_k must be an integer in .*, got -5"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(engine, prompt, kwargs, error, message):
     with pytest.raises(error, match=message):
         generate_all(engine, [prompt], **kwargs)
+
+
+EXTREMES = [
+    ("temperature", [-1, 5e-324, 1e-46, 1e6, 1e39, 10**400, math.inf, math.nan, True, "1", [1]]),
+    ("top_k", [-2, -1, 10**6, 2**31, 10**30, -(10**30), 1.5, math.inf, True, "1"]),
+    ("top_p", [5e-324, 1e-46, 1 - 1e-16, 0, -1, 1.1, 10**400, math.nan, True, "1"]),
+    ("min_p", [0, 5e-324, 1, 1.1, -1, 10**400, math.nan, True, "1"]),
+    ("max_new_tokens", [0, -1, 10**30, 1.5, math.nan, True, "1"]),
+    ("stop", ["", [""], 1, [1], [None], {"a": 1}, b"a", ["x"] * 10**4, "x" * 10**4, "\ud800"]),
+    ("seed", [10**30, -(2**63), 2**63 - 1, 0.5, math.nan, True, "1"]),
+    ("presence_penalty", [-2.1, math.inf, math.nan, "1", True]),
+    ("frequency_penalty", [2.1, math.inf, math.nan, "1", True]),
+    ("repetition_penalty", [0, -1, math.inf, math.nan, "1", True]),
+    ("logit_bias", [7, [5], "5", math.nan]),
+    ("n", [0, 2, 10**9, -1, math.nan, "1"]),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), EXTREMES, ids=[name for name, _ in EXTREMES])
+def test_an_extreme_parameter_is_refused_by_name_or_obeyed_and_hurts_no_other(
+    kit, engine, name, values
+):
+    async def run():
+        others = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
+        bad = [engine.generate([5, 6], **{name: value}) for value in values]
+        found = await asyncio.gather(*bad, return_exceptions=True)
+        return await asyncio.gather(*others), found
+
+    others, found = asyncio.run(run())
+    for prompt, answer in zip(prompts(4), others, strict=True):
+        assert_sampled(kit, prompt, answer)
+    for value, outcome in zip(values, found, strict=True):
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, (TypeError, ValueError)), (value, outcome)
+            assert name in str(outcome)
+        else:
+            assert all(log_prob <= 0 for log_prob in outcome.log_probs)
+    assert any(isinstance(outcome, (TypeError, ValueError)) for outcome in found)
 
 
 def test_a_bad_size_is_refused_by_name(kit):

@@ -55,7 +55,9 @@ def generate_all(engine, requests, limits=None, **kwargs):
     return asyncio.run(run())
 
 
-def law_log_probs(model, prompt, token_ids, temperature=1.0, top_k=0, top_p=1.0) -> torch.Tensor:
+def law_log_probs(
+    model, prompt, token_ids, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
+) -> torch.Tensor:
     """The slow and obvious reference: token by token, the distribution that it was sampled from."""
     logits = (plain_log_probs(model, prompt, token_ids, rows=True) / temperature).double()
     found = []
@@ -64,7 +66,7 @@ def law_log_probs(model, prompt, token_ids, temperature=1.0, top_k=0, top_p=1.0)
         order = order[: top_k or len(order)]
         kept, total, left = [], 0.0, row[order].softmax(-1).tolist()
         for name, share in zip(order, left, strict=True):
-            if total < top_p:
+            if total < top_p and (row[name] - row.max()).exp() >= min_p:
                 kept.append(name)
                 total += share
         assert token in kept
@@ -171,6 +173,7 @@ LAWS = [
     pytest.param({"top_k": 3}, marks=pytest.mark.slow),
     {"top_p": 0.6},
     {"temperature": 0.5, "top_k": 9, "top_p": 0.8},
+    {"temperature": 0.7, "min_p": 0.3},
 ]
 
 
@@ -790,8 +793,8 @@ def test_stop_strings_are_refused_where_nothing_can_look_for_them(model, tokeniz
 
 def test_other_arguments_of_a_request_are_refused(model, tokenizer):
     engine = PolicyEngine(wrapper(model, tokenizer))
-    with pytest.raises(TypeError, match=r"takes no \['min_p', 'seed'\]"):
-        generate_all(engine, [[5]], min_p=0.1, seed=3)
+    with pytest.raises(TypeError, match=r"takes no \['seed', 'typical_p'\]"):
+        generate_all(engine, [[5]], typical_p=0.1, seed=3)
     engine.close()
 
 
@@ -819,8 +822,8 @@ def test_vllms_sampling_parameters_count_as_well(model, tokenizer):
     with pytest.raises(RuntimeError, match=r"with {'temperature': 0.5}"):  # reported at 1
         generate_all(engine, [[5, 6]])
     engine.close()
-    policy.sampling_params.min_p = 0.2
-    with pytest.raises(ValueError, match="min_p"):
+    policy.sampling_params.presence_penalty = 0.2
+    with pytest.raises(ValueError, match="presence_penalty"):
         PolicyEngine(policy)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -17,14 +18,16 @@ from transformers.generation.logits_process import (
 from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.engines.sampling import Sampling, draw, random_word
+from torchrl_mt.engines.transformers import batch_scheduler
 
-from .helpers import assert_sampled_by, check, generate_all, plain_logits, prompts
+from .helpers import assert_sampled_by, check, generate_all, idle, plain_logits, prompts, until
 
 laws = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 1e-30, 0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 2, 5, 1000]),
-    top_p=st.sampled_from([1e-6, 0.3, 0.9, 1.0]),
+    top_p=st.sampled_from([5e-324, 1e-6, 0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 5e-324, 0.1, 0.5, 1.0]),
 )
 
 
@@ -37,6 +40,7 @@ def reference(logits: torch.Tensor, law: Sampling) -> torch.Tensor:
         (law.temperature != 1, lambda: TemperatureLogitsWarper(float(law.temperature))),
         (law.top_k > 0, lambda: TopKLogitsWarper(law.top_k)),
         (law.top_p < 1, lambda: TopPLogitsWarper(law.top_p)),
+        (law.min_p > 0, lambda: MinPLogitsWarper(law.min_p)),
     ):
         if wanted:
             scores = processor()(None, scores)
@@ -65,7 +69,9 @@ def each_row_has_its_law(requests):
         torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("law", [Sampling(), Sampling(0.7, 6), Sampling(1.5, 0, 0.8)])
+@pytest.mark.parametrize(
+    "law", [Sampling(), Sampling(0.7, 6), Sampling(1.5, 0, 0.8), Sampling(1.2, 0, 1.0, 0.2)]
+)
 def test_tokens_are_drawn_as_often_as_their_law_says(law):
     logits = 1.5 * torch.randn(1, 13, generator=torch.Generator().manual_seed(3))
     count = 40_000
@@ -91,7 +97,7 @@ def test_random_words_are_those_of_the_paper_and_differ():
 
 def test_no_temperature_is_too_low():
     logits = torch.tensor([[1.0, 3.0, 2.0], [88.0, -1e30, 5.0]])
-    requests = [(Sampling(1e-45), 1, 1), (Sampling(1e-300), 1, 1)]
+    requests = [(Sampling(1e-45), 1, 1), (Sampling(5e-324), 1, 1)]
     tokens, log_probs = drawn(logits, requests)
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == [0, 0]
@@ -136,6 +142,8 @@ def test_requests_of_one_batch_have_their_own_laws(engine, model):
         {"temperature": 0},
         {"temperature": 0, "top_k": 3},
         {"top_k": 26, "top_p": 1.0},
+        {"min_p": 0.3},
+        {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.2},
     ] * 4
     requests = prompts(len(cases))
 
@@ -168,7 +176,7 @@ def test_the_engines_law_is_its_requests_unless_they_say_otherwise(model, tokeni
     assert answer.sampling == {}
     assert_sampled_by(model, prompts(1)[0], answer)
     engine.close()
-    for argument in ({"top_p": 2.0}, {"top_k": -1}, {"temperature": math.inf}):
+    for argument in ({"top_p": 2.0}, {"top_k": -2}, {"temperature": math.inf}):
         with pytest.raises(ValueError, match=next(iter(argument))):
             TransformersEngine(model, tokenizer, **argument)
 
@@ -243,3 +251,70 @@ def test_a_request_may_have_its_own_stop_tokens(engine):
     for answer in generate_all(engine, prompts(16), stop_token_ids=[]):
         assert len(answer.token_ids) == 8
         assert answer.finish_reason == "length"
+
+
+extreme = st.one_of(
+    st.floats(),
+    st.floats(0, 1),
+    st.integers(),
+    st.integers(-(10**40), 10**40),
+    st.sampled_from([5e-324, 1e-46, 1e-38, 1e38, 10**30, True, "1", b"", [], {}, None]),
+)
+
+
+@few_or_many(6, 100)
+def test_no_parameters_of_one_request_change_the_tokens_of_another(model, tokenizer, examples):
+    engine = TransformersEngine(model, tokenizer, max_new_tokens=12)
+    alone = [generate_all(engine, [p], seed=k)[0] for k, p in enumerate(prompts(3))]
+    names = st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed", "stop"])
+    strange = st.lists(st.dictionaries(names, extreme, min_size=1), min_size=1, max_size=4)
+
+    async def run(requests):
+        strangers = [asyncio.ensure_future(engine.generate([5, 6], **asked)) for asked in requests]
+        answers = await asyncio.gather(
+            *(engine.generate(p, seed=k) for k, p in enumerate(prompts(3)))
+        )
+        return answers, await asyncio.gather(*strangers, return_exceptions=True)
+
+    def promise(requests):
+        answers, outcomes = asyncio.run(run(requests))
+        assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
+        for asked, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                assert isinstance(outcome, (TypeError, ValueError))
+                assert str(outcome).split()[0] in asked
+
+    check(promise, examples, requests=strange)
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["raises", "no numbers"])
+def test_a_row_that_cannot_be_drawn_for_fails_alone(model, tokenizer, monkeypatch, how):
+    engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
+    alone = [generate_all(engine, [p], seed=k)[0].token_ids for k, p in enumerate(prompts(3))]
+    plain = batch_scheduler.draw
+
+    def draw(logits, params, words):
+        bad = [k for k, row in enumerate(params) if row.temperature == 0.5]
+        if bad and how == "raises":
+            raise ArithmeticError("a bad row")
+        tokens, log_probs = plain(logits, params, words)
+        log_probs[bad] = math.nan
+        return tokens, log_probs
+
+    monkeypatch.setattr(batch_scheduler, "draw", draw)
+
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(p, seed=k) for k, p in enumerate(prompts(3))),
+            engine.generate(prompts(1)[0], temperature=0.5),
+            return_exceptions=True,
+        )
+
+    *answers, failed = asyncio.run(run())
+    assert [answer.token_ids for answer in answers] == alone
+    message = "a bad row" if how == "raises" else "logits must be finite"
+    assert isinstance(failed, RuntimeError)
+    assert message in str(failed)
+    asyncio.run(until(lambda: idle(engine)))
+    engine.close()

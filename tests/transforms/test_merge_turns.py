@@ -38,12 +38,13 @@ class Row:
 
 
 def reference_parents(episode: list[Turn]) -> list[int]:
-    """The last turn before each whose tokens its prompt begins with, -1 for none."""
+    """The longest turn before each whose tokens its prompt begins with, -1 for none."""
     tokens = [turn.prompt + turn.response for turn in episode]
-    return [
-        max((j for j in range(k) if turn.prompt[: len(tokens[j])] == tokens[j]), default=-1)
-        for k, turn in enumerate(episode)
-    ]
+    parents = []
+    for k, turn in enumerate(episode):
+        fitting = [j for j in range(k) if turn.prompt[: len(tokens[j])] == tokens[j]]
+        parents.append(max(fitting, key=lambda j: (len(tokens[j]), j), default=-1))
+    return parents
 
 
 def reference_rows(episodes: list[list[Turn]]) -> list[Row]:

@@ -137,6 +137,9 @@ def test_parents_of_views_copies_and_any_layout(episodes, stride, mixed):
     parents = find_parents(*given)
     assert parents == expected
     assert find_parents(*given, claimed=parents) == expected
+    # Others are not believed: a claim may fit the tokens and not be the longest.
+    claims = [parent if parent < 0 else other for parent, other in zip(parents, first, strict=True)]
+    assert find_parents(*given, claimed=claims) == expected
     assigned = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
     rows = reference_rows(episodes)
     assert assigned.length == [len(row.tokens) for row in rows]

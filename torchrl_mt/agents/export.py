@@ -22,6 +22,7 @@ from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.episode_entries import images_of_prompts
 from torchrl_mt.transforms.turn_tree import find_parents
 from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.rows import NEW
 
 __all__ = ["Interaction", "export_interactions"]
 
@@ -102,7 +103,7 @@ def export_interactions(
 ) -> dict[str, Interaction]:
     """Export the model calls of an episode.
 
-    A call's parent is the last earlier call whose prompt and response its prompt begins with
+    A call's parent is the longest earlier call whose prompt and response its prompt begins with
     (``Turn.parent``). A branch leads from a call without a parent to a leaf, a call that is no other's
     parent.
 
@@ -262,6 +263,7 @@ def _turns_of(ted: TensorDictBase) -> list[Turn]:
         [len(response) for response, *_ in sampled],
         [0] * len(steps),
         claims,
+        images=ted.get(NEW, None) is not None,
     )
     images = images_of_prompts(ted, parents, claims) or [()] * len(steps)
     turns = []

@@ -6,17 +6,20 @@ A request is either understood as a whole or refused with an error that names th
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_mt.agents.messages import check_content
+from torchrl_mt.engines.sampling import checked_number
+from torchrl_mt.engines.stop_strings import checked_stop
 
 __all__ = ["ChatRequest", "RequestError", "TokensRequest", "read_chat", "read_tokens"]
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
 """Fields that are passed to the engine as they are."""
+_MOST = 128
+"""Most answers to a request."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -159,8 +162,10 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
     ):
         raise RequestError(f"tools must be a list of JSON schemas, got {_shown(tools)}.", "tools")
     n = body.get("n") if several else None
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise RequestError(f"n must be a positive number of answers, got {n!r}.", "n")
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST):
+        raise RequestError(
+            f"n must be a number of answers from 1 to {_MOST}, got {_shown(n)}.", "n"
+        )
     return ChatRequest(
         **common,
         messages=list(messages),
@@ -206,13 +211,12 @@ def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> d
                 name,
             )
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    for name in ("temperature", "top_p", "min_p"):
-        if name in sampling and not _is_number(sampling[name]):
-            raise RequestError(f"{name} must be a number, got {_shown(sampling[name])}.", name)
-    for name in ("seed", "top_k"):
-        if name in sampling and type(sampling[name]) is not int:
-            raise RequestError(f"{name} must be an integer, got {_shown(sampling[name])}.", name)
     stops = _stops(sampling.pop("stop", None))
+    for name, value in sampling.items():
+        try:
+            checked_number(name, value)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error), name) from None
     if stops:
         sampling["stop"] = stops
     if not isinstance(body.get("model") or "", str):
@@ -238,21 +242,20 @@ def _max_new_tokens(body: Mapping[str, Any]) -> int | None:
         value = body.get(name)
         if value is None:
             continue
-        if type(value) is not int or value < 1:
-            raise RequestError(f"{name} must be a positive integer, got {_shown(value)}.", name)
-        return value
+        try:
+            return int(checked_number("max_new_tokens", value))
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error).replace("max_new_tokens", name), name) from None
     return None
 
 
 def _stops(stop: Any) -> list[str]:
     if stop is None or stop == "":
         return []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not _is_list(stops) or not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(
-            f"stop must be a string or a list of strings, got {_shown(stop)}.", "stop"
-        )
-    return list(stops)
+    try:
+        return list(checked_stop(stop))
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error), "stop") from None
 
 
 def _check_calls(calls: Any, k: int) -> None:
@@ -283,10 +286,6 @@ def _alike(plain: Any) -> tuple[type, ...]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:

@@ -60,8 +60,9 @@ class Turn:
     images: tuple[StoredImage, ...] = ()
     """All images of the prompt, in the order of their placeholders."""
     parent: int | None = field(default=None, init=False, compare=False)
-    """Index of the last earlier turn whose prompt and response this turn's prompt begins with, and
-    whose images its own begin with; -1 if there is none, ``None`` if no collector recorded the turn."""
+    """Index of the longest earlier turn whose prompt and response this turn's prompt begins with, and
+    whose images its own begin with, the later one of equals; -1 if there is none, ``None`` if no
+    collector recorded the turn."""
     _oldest: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -70,6 +71,11 @@ class Turn:
         if self._oldest is None:
             self._oldest = min(self.completion.versions, default=None)
         return self._oldest
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.completion.token_ids)
 
     def goes_on_from(self, before: Turn) -> bool:
         """Whether its prompt begins with the prompt and answer of an earlier turn, images included."""
@@ -288,8 +294,9 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
 
 
 def parent_of(turn: Turn, earlier: Sequence[Turn]) -> int:
-    """Index of the last earlier turn that a turn went on from; -1 if there is none."""
-    return next((k for k in reversed(range(len(earlier))) if turn.goes_on_from(earlier[k])), -1)
+    """Index of the longest earlier turn that a turn went on from, the later of equals; -1 for none."""
+    places = sorted(range(len(earlier)), key=lambda k: earlier[k].length)
+    return next((k for k in reversed(places) if turn.goes_on_from(earlier[k])), -1)
 
 
 def as_number(reward: Any) -> float:

@@ -214,17 +214,15 @@ class Recorder:
         """Remove a turn, unless another went on from it and from no other like it."""
         turns = self.episode.turns
         place = next(k for k, other in enumerate(turns) if other is turn)
-        children = [later for later in turns[place + 1 :] if later.parent == place]
-        parents = [parent_of(child, turns[:place]) for child in children]
-        if -1 in parents:
-            return
-        for child, parent in zip(children, parents, strict=True):
-            child.parent = parent
+        left = [*turns[:place], *turns[place + 1 :]]
+        parents = [parent_of(later, left[:k]) for k, later in enumerate(left)]
+        for child, parent in zip(left, parents, strict=True):
+            # A shorter parent would leave the answer in a prompt and nowhere else.
+            if child.parent == place and (parent < 0 or left[parent].length < turn.length):
+                return
         del self._order[place], turns[place]
-        for later in turns[place:]:
-            assert later.parent is not None
-            if later.parent > place:
-                later.parent -= 1
+        for other, parent in zip(left, parents, strict=True):
+            other.parent = parent
 
     def close(self) -> None:
         """End the episode; further calls raise."""
@@ -278,13 +276,8 @@ class Recorder:
         turns, place = self.episode.turns, bisect(self._order, call)
         self._order.insert(place, call)
         turns.insert(place, turn)
-        turn.parent = parent_of(turn, turns[:place])
-        for later in turns[place + 1 :]:  # Their calls began later and ended earlier.
-            assert later.parent is not None
-            if later.parent >= place:
-                later.parent += 1
-            elif later.goes_on_from(turn):
-                later.parent = place
+        for k in range(place, len(turns)):  # The further ones began later and ended earlier.
+            turns[k].parent = parent_of(turns[k], turns[:k])
 
 
 def limits_of_play(limits: Limits, max_new_tokens: int | None, engine: Engine) -> Limits:

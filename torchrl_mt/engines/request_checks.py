@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from torchrl_mt.checks import check_at_least, check_positive
+from torchrl_mt.checks import check_positive
+from torchrl_mt.engines.sampling import checked_number
 
 __all__ = ["checked_request", "integers", "require_positive"]
 
@@ -81,7 +82,7 @@ def checked_request(
         The prompt as a list, and the maximum length of its answer.
 
     Raises:
-        TypeError: if ``prompt_ids`` are no integers.
+        TypeError: if ``prompt_ids`` are no integers, or ``max_new_tokens`` is none.
         ValueError: if the prompt is empty or not in the vocabulary, ``max_new_tokens`` is below 1, or
             both together exceed ``total``.
 
@@ -101,7 +102,7 @@ def checked_request(
             f"prompt_ids must be token ids {known}, got {lowest if lowest < 0 else highest}: do model "
             "and tokenizer belong together?"
         )
-    check_at_least("max_new_tokens", limit)
+    limit = checked_number("max_new_tokens", limit)
     if total is not None and len(prompt) + limit > total:
         raise ValueError(
             f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed {bound}."

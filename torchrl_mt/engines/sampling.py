@@ -9,14 +9,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
-__all__ = ["Sampling", "draw", "random_word"]
+__all__ = ["BOUNDS", "Sampling", "checked_number", "draw", "random_word"]
 
 _MASK = 2**64 - 1
+BOUNDS: dict[str, tuple[Any, float, float]] = {
+    "temperature": (Real, 0, 10**6),
+    "top_k": (Integral, -1, 2**31 - 1),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "seed": (Integral, -(2**63), 2**63 - 1),
+    "max_new_tokens": (Integral, 1, 2**31 - 1),
+    "presence_penalty": (Real, -2, 2),
+    "frequency_penalty": (Real, -2, 2),
+    "repetition_penalty": (Real, 0, 10**6),
+}
+"""Of each parameter of a request: its kind, its least and its greatest value."""
+_OFF = {"temperature": 1e-5, "top_k": 0}
+"""What is below is 0. So is it in vLLM: logits divided by less may overflow."""
+_ABOVE = ("top_p", "repetition_penalty")
+"""Parameters that must be above their least value."""
+
+
+def checked_number(name: str, value: Any) -> Any:
+    """Check a parameter of a request that is in :data:`BOUNDS`; returns an ``int`` or a ``float``.
+
+    Raises:
+        TypeError: if it is no number of its kind.
+        ValueError: if it is out of bounds.
+
+    Examples:
+        >>> checked_number("top_p", 1), checked_number("seed", 7)
+        (1.0, 7)
+    """
+    kind, least, most = BOUNDS[name]
+    expected = "an integer" if kind is Integral else "a number"
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {expected}, got {value!r}.")
+    # A NaN is in no interval.
+    if not least <= value <= most or (name in _ABOVE and value == least):
+        opening = "(" if name in _ABOVE else "["
+        raise ValueError(f"{name} must be {expected} in {opening}{least}, {most}], got {value!r}.")
+    return int(value) if kind is Integral else float(value)
 
 
 def random_word(seed: int, index: int) -> int:
@@ -44,10 +83,12 @@ class Sampling:
     """Sampling parameters of a request.
 
     Args:
-        temperature: divides the logits; at 0 the likeliest token is chosen.
-        top_k: draw from the ``top_k`` likeliest tokens only; 0 keeps all.
+        temperature: divides the logits; at 0, and below 1e-5, the likeliest token is chosen.
+        top_k: draw from the ``top_k`` likeliest tokens only; 0 and -1 keep all.
         top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this; 1 keeps
             all.
+        min_p: draw from the tokens only whose probability is at least this share of the likeliest
+            one's; 0 keeps all.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -61,33 +102,16 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, kind, expected in (
-            ("temperature", (int, float), "a number"),
-            ("top_k", int, "an integer"),
-            ("top_p", (int, float), "a number"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, cast(Any, kind)) or isinstance(value, bool):
-                raise TypeError(f"{name} must be {expected}, got {value!r}.")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be finite and not negative, got {self.temperature}."
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative (0 keeps all tokens), got {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
+        for field in fields(self):
+            value = checked_number(field.name, getattr(self, field.name))
+            value = type(value)() if value < _OFF.get(field.name, 0) else value
+            object.__setattr__(self, field.name, value)
 
-    def changed(
-        self,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-    ) -> Sampling:
+    def changed(self, **asked: Any) -> Sampling:
         """Copy with the arguments that are not ``None``."""
-        asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         given = {name: value for name, value in asked.items() if value is not None}
         return replace(self, **given) if given else self
 
@@ -95,11 +119,7 @@ class Sampling:
         """The parameters that differ from plain sampling at temperature 1."""
         if self.temperature == 0:
             return {"temperature": 0.0}
-        found = {
-            "temperature": float(self.temperature),
-            "top_k": self.top_k,
-            "top_p": float(self.top_p),
-        }
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
 
 
@@ -146,13 +166,19 @@ def _adjusted(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Tensor:
         scores = torch.where(temperature > 0, (scores - highest) / temperature, greedy)
     rows = [i for i, row in enumerate(params) if row.top_k or row.top_p < 1]
     if rows:
-        top_k = torch.tensor([params[i].top_k or size for i in rows], device=device)[:, None]
+        kept = [min(params[i].top_k or size, size) for i in rows]
+        top_k = torch.tensor(kept, device=device)[:, None]
         top_p = torch.tensor([params[i].top_p for i in rows], device=device)[:, None]
         ranked, order = scores[rows].sort(-1, descending=True)
         ranked = ranked.masked_fill(torch.arange(size, device=device) >= top_k, -math.inf)
         probs = ranked.softmax(-1)
         before = probs.cumsum(-1) - probs
-        ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -math.inf)
+        # The likeliest token stays, even if rounding makes top_p 0.
+        ranked[:, 1:].masked_fill_(((before >= top_p) & (top_p < 1))[:, 1:], -math.inf)
         cut = torch.full_like(ranked, -math.inf).scatter_(1, order, ranked)
         scores = scores.index_copy(0, torch.tensor(rows, device=device), cut)
+    if any(row.min_p for row in params):
+        shares = [math.log(row.min_p) if row.min_p else -math.inf for row in params]
+        least = scores.amax(-1, keepdim=True) + torch.tensor(shares, device=device)[:, None]
+        scores = scores.masked_fill(scores < least, -math.inf)
     return scores

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_mt.engines.sampling import Sampling
+from torchrl_mt.engines.sampling import BOUNDS, Sampling, checked_number
 
 __all__ = [
     "IDLE",
@@ -28,7 +28,7 @@ _NEUTRAL_AT: tuple[tuple[Any, str], ...] = (
     (None, "watermarking_config structured_outputs json_schema regex ebnf"),
     (None, "guided_decoding guided_json guided_regex guided_choice guided_grammar"),
     (False, "use_beam_search ignore_eos remove_invalid_values token_healing"),
-    (0, "min_p epsilon_cutoff eta_cutoff presence_penalty frequency_penalty diversity_penalty"),
+    (0, "epsilon_cutoff eta_cutoff presence_penalty frequency_penalty diversity_penalty"),
     (0, "penalty_alpha no_repeat_ngram_size encoder_no_repeat_ngram_size"),
     (0, "min_length min_new_tokens min_tokens"),
     (1, "typical_p top_h num_beams num_beam_groups best_of repetition_penalty"),
@@ -45,7 +45,7 @@ NEUTRAL: dict[str, Any] = {name: value for value, names in _NEUTRAL_AT for name 
 The value is the one that changes nothing; ``None`` changes nothing either.
 """
 
-_PARAMS = frozenset({"temperature", "top_k", "top_p", "do_sample"})
+_PARAMS = frozenset({"temperature", "top_k", "top_p", "min_p", "do_sample"})
 """Arguments that :func:`sampling_of` reads."""
 
 _ENDS = """
@@ -80,7 +80,7 @@ preserves the distribution (https://arxiv.org/abs/2211.17192).
 
 
 def sampling_of(arguments: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
-    """Read temperature and truncation from sampling arguments.
+    """Read temperature and truncation from sampling arguments, and check all that have bounds.
 
     Args:
         arguments: by the names of transformers, vLLM or SGLang; missing or ``None`` is off.
@@ -92,16 +92,22 @@ def sampling_of(arguments: Mapping[str, Any], vocab_size: int | None = None) -> 
 
     Examples:
         >>> sampling_of({"temperature": 0.7, "top_k": -1, "top_p": None})
-        Sampling(temperature=0.7, top_k=0, top_p=1.0)
+        Sampling(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0)
         >>> sampling_of({"do_sample": False, "top_k": 50}).temperature
         0.0
     """
-    temperature, top_k, top_p = (arguments.get(n) for n in ("temperature", "top_k", "top_p"))
+    for name in arguments.keys() & BOUNDS.keys():
+        if arguments[name] is not None:
+            checked_number(name, arguments[name])
+    bias = arguments.get("logit_bias")
+    if bias is not None and not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias must be a mapping from tokens to numbers, got {bias!r}.")
+    asked = {name: arguments.get(name) for name in _PARAMS - {"do_sample"}}
     if arguments.get("do_sample") is False:
-        temperature = 0.0
-    if top_k == -1 or (isinstance(top_k, int) and vocab_size is not None and top_k >= vocab_size):
-        top_k = 0
-    return Sampling().changed(temperature, top_k, top_p)
+        asked["temperature"] = 0.0
+    if vocab_size is not None and (asked["top_k"] or 0) >= vocab_size:
+        asked["top_k"] = 0
+    return Sampling().changed(**asked)
 
 
 def sampling_record(arguments: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
@@ -135,8 +141,8 @@ def altering_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         arguments: as in :func:`sampling_of`.
 
     Returns:
-        All arguments except ``temperature``, ``top_k``, ``top_p`` and ``do_sample``, those that are
-        ``None`` or :data:`IDLE`, and those with their :data:`NEUTRAL` value.
+        All arguments except ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``do_sample``, those
+        that are ``None`` or :data:`IDLE`, and those with their :data:`NEUTRAL` value.
     """
     return {
         name: value

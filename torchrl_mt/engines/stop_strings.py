@@ -23,6 +23,8 @@ _SHARED = 4
 """Most tokens that share a character, since UTF-8 has at most 4 bytes."""
 _UNDECODED = "\ufffd"
 """What bytes decode to that are no character, or not yet."""
+_MOST, _LONGEST = 256, 1024
+"""Most stop strings of a request, and the most characters of one: all requests wait for the search."""
 _UNSETTLED = 64
 """Number of further tokens after which bytes that are no character are believed to stay so."""
 
@@ -32,7 +34,7 @@ def checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
     Raises:
         TypeError: if it is neither a string nor a sequence of strings.
-        ValueError: if a string is empty.
+        ValueError: if a string is empty, or there are too many or too long ones.
 
     Examples:
         >>> checked_stop("END"), checked_stop(["a", "b"]), checked_stop(None)
@@ -48,6 +50,11 @@ def checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
             raise ValueError(
                 "stop must hold no empty string, which would end every answer: got ''."
             )
+    if len(strings) > _MOST or max(map(len, strings), default=0) > _LONGEST:
+        raise ValueError(
+            f"stop must hold at most {_MOST} strings of at most {_LONGEST} characters, got "
+            f"{len(strings)} of up to {max(map(len, strings))}."
+        )
     return tuple(strings)
 
 

@@ -25,7 +25,7 @@ from torchrl_mt.transforms.episode_entries import (
     item_keys,
 )
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
-from torchrl_mt.vision.rows import set_row_images
+from torchrl_mt.vision.rows import NEW, set_row_images
 
 __all__ = ["MergeTurns"]
 
@@ -42,12 +42,12 @@ _USUAL = ("label", "reference")
 class MergeTurns(Transform):
     """Merges the turns of whole episodes into right-padded rows, one per episode and fork.
 
-    **Rows.** A turn's parent is the latest earlier turn of the episode whose prompt and response are a
-    prefix of its prompt. A turn extends the row that ends with its parent. If it has no parent (the
-    history was cut or rewritten, or a sub-agent began), or another turn has extended that row, the
-    episode forks: a new row begins with the turn's whole prompt. Token ids are compared; nothing is
-    decoded. ``("turn", "parent")`` saves the search for parents. A parent that contradicts the tokens is
-    ignored; a wrong -1 at worst begins an extra row.
+    **Rows.** A turn's parent is the longest earlier turn of the episode whose prompt and response are a
+    prefix of its prompt, the later one of equals. A turn extends the row that ends with its parent. If
+    it has no parent (the history was cut or rewritten, or a sub-agent began), or another turn has
+    extended that row, the episode forks: a new row begins with the turn's whole prompt. Token ids are
+    compared; nothing is decoded. Of ``("turn", "parent")``, -1 is believed, which at worst begins an
+    extra row; other parents are believed where images, not tokens, tell turns apart.
 
     **Input.** A flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
     order, as collectors yield it and :class:`~torchrl_mt.data.EpisodeSampler` samples it. An episode
@@ -171,7 +171,9 @@ class MergeTurns(Transform):
         parent = _column(tensordict, _PARENT)  # counted from the episode's first turn
         claimed = None if parent is None else torch.where(parent < 0, parent, parent + first)
         claims = None if claimed is None else claimed.tolist()
-        parents = find_parents(prompts, response, sizes, of_turn, claims)
+        parents = find_parents(
+            prompts, response, sizes, of_turn, claims, images=tensordict.get(NEW, None) is not None
+        )
         rows_of = assign_rows(parents, given, sizes)
         length = max(rows_of.length)
         if self.max_length is not None and length > self.max_length:

@@ -1,12 +1,13 @@
 """The tree of an episode's turns, and its training rows.
 
-A turn's *parent* is the latest earlier turn of its episode whose prompt and response are a prefix of
-this turn's prompt. A turn extends the row that ends with its parent. If it has no parent, or another
-turn has already extended that row, it begins a new row.
+A turn's *parent* is the longest earlier turn of its episode whose prompt and response are a prefix of
+this turn's prompt, the later one of equals. A turn extends the row that ends with its parent. If it has
+no parent, or another turn has already extended that row, it begins a new row.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -69,12 +70,14 @@ def find_parents(
     sizes: Sequence[int],
     episode: Sequence[int],
     claimed: Sequence[int] | None = None,
+    *,
+    images: bool = False,
 ) -> list[int]:
     """Find every turn's parent by comparing tokens.
 
-    Claimed parents save the search. A claim that contradicts the tokens is ignored, and the parent is
-    searched. A claim of -1 is trusted: at worst it begins an extra row. For prompts that share memory,
-    only the response in between is compared.
+    A claim of -1 is trusted: at worst it begins an extra row. Other claims count if turns show images,
+    and only where the tokens agree. For prompts that share memory, only the response in between is
+    compared.
 
     Args:
         prompts: prompts of ``[ΣT]`` turns, integer vectors on one device.
@@ -82,6 +85,7 @@ def find_parents(
         sizes: number of sampled tokens of each turn.
         episode: episode of each turn; turns of an episode are contiguous and in order.
         claimed: claimed parent of each turn, as in the result; ``None`` for no claims.
+        images: whether turns show images, which their tokens do not tell apart.
 
     Returns:
         Index of each turn's parent among all turns; -1 for none.
@@ -109,15 +113,19 @@ def find_parents(
 
     parents: list[int] = []
     first = 0
+    ends: list[tuple[int, int]] = []  # length and index of the episode's turns so far, in order
     for k in range(len(prompts)):
         if k and episode[k] != episode[k - 1]:
-            first = k
+            first, ends = k, []
         claim = None if claimed is None else claimed[k]
-        if claim is not None and (claim == -1 or (first <= claim < k and extends(k, claim))):
+        if claim == -1 or (
+            images and claim is not None and first <= claim < k and extends(k, claim)
+        ):
             parents.append(claim)
         else:
-            earlier = range(k - 1, first - 1, -1)
-            parents.append(next((j for j in earlier if extends(k, j)), -1))
+            fitting = range(bisect(ends, (known[k], k)) - 1, -1, -1)  # the longest first
+            parents.append(next((ends[i][1] for i in fitting if extends(k, ends[i][1])), -1))
+        insort(ends, (known[k] + sizes[k], k))
     return parents
 
 

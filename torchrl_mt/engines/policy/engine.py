@@ -38,7 +38,7 @@ from torchrl_mt.processes import StaysInProcess
 __all__ = ["PolicyEngine", "as_engine"]
 
 _MAX_NEW_TOKENS = 256
-_PARAMS = {"temperature", "top_k", "top_p", "stop"}
+_PARAMS = {"temperature", "top_k", "top_p", "min_p", "stop"}
 """Arguments that requests to a ``TransformersWrapper`` may set."""
 
 
@@ -49,12 +49,13 @@ class PolicyEngine(StaysInProcess):
     A batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
     used. Do not train the policy *while* tokens are sampled.
 
-    **Log-probabilities** are those of the distribution sampled from, after ``temperature``, ``top_k``
-    and ``top_p``; ``Completion.sampling`` records these. TorchRL 0.14's ``TransformersWrapper`` reports
-    0.0 for the first token of every answer and ignores temperature and truncation, so a plain forward
-    pass of its model computes them; likewise for a ``vLLMWrapper`` or ``SGLangWrapper`` with temperature
-    or truncation. What other policies report is compared with such a pass at first use and after every
-    update. If it is wrong, or there is no model to compare with, requests fail.
+    **Log-probabilities** are those of the distribution sampled from, after ``temperature``, ``top_k``,
+    ``top_p`` and ``min_p``; ``Completion.sampling`` records these. TorchRL 0.14's
+    ``TransformersWrapper`` reports 0.0 for the first token of every answer and ignores temperature and
+    truncation, so a plain forward pass of its model computes them; likewise for a ``vLLMWrapper`` or
+    ``SGLangWrapper`` with temperature or truncation. What other policies report is compared with such
+    a pass at first use and after every update. If it is wrong, or there is no model to compare with,
+    requests fail.
 
     **Policies.** A ``TransformersWrapper`` may have any input mode. It samples from the model's own
     distribution unless its ``generate_kwargs`` or a request changes it; of the model's generation
@@ -204,8 +205,9 @@ class PolicyEngine(StaysInProcess):
             images: must be empty: policies sample from text alone.
             max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
-            **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k`` and ``top_p`` instead
-                of the policy's (at temperature 0 the likeliest token is chosen, with log-probability 0).
+            **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k``, ``top_p`` and
+                ``min_p`` instead of the policy's (at temperature 0 the likeliest token is chosen, with
+                log-probability 0).
                 Requests that differ in these are in different batches. ``stop``, a string or several,
                 ends the answer with the first token at which its decoded text, special tokens included,
                 contains one of them; ``Completion.stop_string`` says which. No other argument is
@@ -230,7 +232,8 @@ class PolicyEngine(StaysInProcess):
         if unknown:
             raise TypeError(
                 f"PolicyEngine.generate takes no {unknown}: sampling arguments are set on the policy; "
-                "of a request to a TransformersWrapper one may set temperature, top_k, top_p and stop."
+                "of a request to a TransformersWrapper one may set temperature, top_k, top_p, min_p "
+                "and stop."
             )
         total = self.max_total_tokens
         prompt, limit = checked_request(

@@ -10,12 +10,12 @@ import inspect
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import SGLangWrapper, TransformersWrapper, vLLMWrapper
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.scoring.log_probs import row_log_probs
@@ -150,7 +150,7 @@ def plain_log_probs(
         The log-probability of every sampled token, after temperature and truncation. Truncation always
         keeps the sampled token, even if rounding would remove it.
     """
-    if params.top_k or params.top_p < 1:
+    if params.top_k or params.top_p < 1 or params.min_p:
         model, params = _Truncated(model, params), _PLAIN
     rows = [
         torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)
@@ -194,6 +194,8 @@ class _Truncated(nn.Module):
                 kept = TopKLogitsWarper(self.params.top_k)(input_ids, kept)
             if self.params.top_p < 1:
                 kept = TopPLogitsWarper(self.params.top_p)(input_ids, kept)
+            if self.params.min_p:
+                kept = MinPLogitsWarper(self.params.min_p)(cast(Any, input_ids), kept)
             scores.copy_(kept.scatter(1, token, scores.gather(1, token)))
         return rows.view(logits.shape)
 

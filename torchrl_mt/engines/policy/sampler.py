@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def generate_kwargs_of(policy: Any) -> Mapping[str, Any]:
 
 
 def require_own_distribution(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments other than temperature, ``top_k`` and ``top_p`` that change the distribution.
+    """Refuse arguments other than temperature and truncation that change the distribution.
 
     With such arguments (penalties, searches, other truncation), log-probabilities cannot be computed
     from the model's logits.
@@ -285,13 +285,9 @@ def _rebuilt(
 def _hf_kwargs(params: Sampling) -> dict[str, Any]:
     """Sampling parameters as arguments of transformers' ``generate``."""
     if params.temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    return {
-        "do_sample": True,
-        "temperature": float(params.temperature),
-        "top_k": params.top_k,
-        "top_p": float(params.top_p),
-    }
+        return {"do_sample": False, **dict.fromkeys(asdict(params))}
+    # transformers takes a min_p of 0 for one that is set.
+    return {"do_sample": True, **asdict(params), "min_p": params.min_p or None}
 
 
 class _Closing:

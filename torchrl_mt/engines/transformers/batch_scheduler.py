@@ -7,6 +7,7 @@ exceeds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -300,14 +301,26 @@ class BatchScheduler:
     def _draw(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Sample a token for each request, and remove complete requests."""
         words = [random_word(request.seed, len(request.tokens)) for request in requests]
-        tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
-        if not bool(log_probs.isfinite().all()):
-            raise ValueError("the model's logits must be finite, got others: check its weights.")
-        self.counts.generated_tokens += len(requests)
+        try:
+            tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
+        except Exception as error:
+            if len(requests) > 1:  # one that cannot be drawn for must not end the others
+                for row, request in zip(logits.split(1), requests, strict=True):
+                    self._draw(row, [request])
+                return
+            requests[0].failure = error
+            tokens, log_probs = torch.zeros(1, dtype=torch.int64), torch.full((1,), torch.nan)
         finished = []
         for request, token, log_prob in zip(
             requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
+            if not math.isfinite(log_prob):
+                request.failure = request.failure or ValueError(
+                    "the model's logits must be finite, got others: check its weights."
+                )
+                finished.append(request)
+                continue
+            self.counts.generated_tokens += 1
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             request.versions.append(self.version)

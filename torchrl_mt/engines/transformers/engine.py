@@ -11,7 +11,6 @@ import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
 from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
-from torchrl_mt.engines.sampling import Sampling, random_word
+from torchrl_mt.engines.sampling import Sampling, checked_number, random_word
 from torchrl_mt.engines.sampling_params import TruncationWarning
 from torchrl_mt.engines.stop_strings import checked_stop, watch
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
@@ -73,6 +72,8 @@ class TransformersEngine(StaysInProcess):
         top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` keeps all.
         top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this; 1 or
             ``None`` keeps all.
+        min_p: draw from the tokens only whose probability is at least this share of the likeliest
+            one's; 0 or ``None`` keeps all.
         seed: the same requests in the same order get the same answers, up to rounding, which depends on
             the rest of the batch. If ``None``, drawn once from torch's global generator; sampling does
             not use that generator.
@@ -108,6 +109,7 @@ class TransformersEngine(StaysInProcess):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
         max_new_tokens: int = 256,
         max_batch_tokens: int = 4096,
@@ -128,8 +130,12 @@ class TransformersEngine(StaysInProcess):
             max_batch_tokens=max_batch_tokens,
             cache_tokens=cache_tokens,
         )
-        self._sampling = Sampling().changed(temperature, top_k, top_p)
-        self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
+        self._sampling = Sampling().changed(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ()))
+        self._seed = checked_number("seed", seed)
         self._warn = TruncationWarning()
         # Of the two, only a processor has a tokenizer. Its class would import Pillow.
         if hasattr(tokenizer, "tokenizer"):
@@ -200,6 +206,7 @@ class TransformersEngine(StaysInProcess):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         stop_token_ids: Iterable[int] | None = None,
         stop: str | Sequence[str] | None = None,
         seed: int | None = None,
@@ -216,6 +223,7 @@ class TransformersEngine(StaysInProcess):
             temperature: replaces the engine's; 0 chooses the likeliest token, with log-probability 0.
             top_k: replaces the engine's; 0 is off.
             top_p: replaces the engine's; 1 is off.
+            min_p: replaces the engine's; 0 is off.
             stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if empty,
                 only its length or ``stop`` does.
             stop: a string or several; the answer ends with the first token at which its decoded text,
@@ -234,7 +242,8 @@ class TransformersEngine(StaysInProcess):
         if sampling:
             raise TypeError(
                 f"TransformersEngine.generate takes no {sorted(sampling)}: of a request one may set "
-                "images, max_new_tokens, temperature, top_k, top_p, stop_token_ids, stop and seed."
+                "images, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, stop and "
+                "seed."
             )
         self._check_open()
         total = self.max_total_tokens
@@ -246,11 +255,13 @@ class TransformersEngine(StaysInProcess):
             bound=f"the {total} tokens that cache_tokens and the model's positions allow",
             vocab_size=self._vocab_size,
         )
-        params = self._sampling.changed(temperature, top_k, top_p)
+        params = self._sampling.changed(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
         record = self._record(params)
         self._warn(record)
         if seed is not None:
-            seed = _seed(seed)
+            seed = checked_number("seed", seed)
         ends = self._stop_ids
         if stop_token_ids is not None:
             ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
@@ -374,10 +385,3 @@ class TransformersEngine(StaysInProcess):
         own = self._model.state_dict()
         in_place = all(value.data_ptr() == own[name].data_ptr() for name, value in weights.items())
         return None if in_place else weights
-
-
-def _seed(seed: int) -> int:
-    try:
-        return index(seed)
-    except TypeError:
-        raise TypeError(f"seed must be an integer, got {seed!r}.") from None
