@@ -106,7 +106,8 @@ class EpisodePlayer:
         else:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
             self._make_player = Make(self._workers.make, at_once=True)
-        self.end = (lambda: None) if self._workers is None else self._workers.close
+        workers = self._workers
+        self.end: Callable[[], object] = (lambda: None) if workers is None else workers.close
         self._chat_options = chat
         self._agent_options = agents or AgentOptions()
         self._agent_player: Any = None
