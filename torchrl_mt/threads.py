@@ -10,11 +10,19 @@ import contextvars
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["WatchedThread", "call_in_thread", "call_user", "settle", "start_daemon"]
+__all__ = [
+    "WatchedThread",
+    "call_in_thread",
+    "call_user",
+    "settle",
+    "start_daemon",
+    "when_forgotten",
+]
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
@@ -118,6 +126,22 @@ def _call(function: Callable[..., _T], *args: Any) -> _T:
         return function(*args)
     except StopIteration as error:
         raise RuntimeError("the function raised StopIteration.") from error
+
+
+def when_forgotten(owner: Any, function: Callable[..., object], *args: Any) -> weakref.finalize:
+    """Call a function, which may block, once its owner is garbage, or as the interpreter exits.
+
+    Garbage is collected in any thread, such as that of an event loop, which must not wait: outside of
+    the main thread, the function is called in a thread of its own.
+    """
+
+    def call() -> None:
+        if threading.current_thread() is threading.main_thread():
+            function(*args)
+        else:
+            start_daemon(function, *args)
+
+    return weakref.finalize(owner, call)
 
 
 class WatchedThread(threading.Thread):

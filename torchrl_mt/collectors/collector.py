@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -246,6 +247,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             env_workers=env_workers,
             agents=agents,
         )
+        self._thread = LoopThread("torchrl_mt-rollout", then=self._player.end)
         self.engine = self._player.engine
         self._owns_engine = self.engine is not policy
         self.worker_idx = 0
@@ -273,7 +275,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self.max_staleness = max_staleness
         self._staleness: StalenessLimit | None = None
         if max_staleness is not None and staleness == "delivery":
-            self._staleness = StalenessLimit(max_staleness, lambda: self.policy_version)
+            player = self._player  # Not self, see _new_run.
+            self._staleness = StalenessLimit(max_staleness, lambda: player.engine.version)
         self.sampling = dict(sampling or {})
         self.postproc = postproc
         self._counts, self._eval_counts = EpisodeCounts(), EpisodeCounts()
@@ -291,7 +294,6 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._may_begin.set()
         self._run = self._new_run()
         self._background: WatchedThread | None = None
-        self._thread = LoopThread("torchrl_mt-rollout")
 
     def _make_player(self, env: Any, policy: Any, **options: Any) -> Player:
         """Make the player of the episodes, with its engine; options are those of the player."""
@@ -409,14 +411,17 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         if self.total_episodes >= 0:
             left = self.total_episodes - self._counts.accepted
         extra = ExpectedEntries()
+        # With max_staleness, tasks of the event loop hold the run: they must not keep a collector alive
+        # that was dropped without shutdown().
+        me, engine = weakref.proxy(self), self.engine
         player = GroupPlayer(
-            lambda episode: self._play(episode, extra),
+            lambda episode: me._play(episode, extra),
             size=self.group_size,
             failures=self.failures,
             concurrency=self.max_concurrency,
             counts=self._counts,
             traj_ids=self._ids.episodes,
-            refusal_of=self._refusal_of if self.accept_group else None,
+            refusal_of=(lambda episodes: me._refusal_of(episodes)) if self.accept_group else None,
         )
         scheduler = Scheduler(
             player,
@@ -429,7 +434,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         return TrainingRun(
             scheduler,
             lead,
-            lambda: self.engine.version,
+            lambda: engine.version,
             episodes_left=left,
             may_begin=self._may_begin,
         )

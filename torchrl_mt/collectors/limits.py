@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, get_args
 
+from torchrl_mt.checks import check_choice
+
 __all__ = ["Limits", "StopReason"]
 
 
@@ -19,7 +21,7 @@ class StopReason(str, Enum):
     MAX_TURNS = "max_turns"
     """The turn was the last that :attr:`Limits.max_turns` allows."""
     MAX_RESPONSE_TOKENS = "max_response_tokens"
-    """The response was cut; the environment does not see it."""
+    """The response was cut, and :attr:`Limits.on_cut` is ``"end"``: the environment does not see it."""
     MAX_EPISODE_TOKENS = "max_episode_tokens"
     """The conversation has no room for a further token."""
     TOOL_TIMEOUT = "tool_timeout"
@@ -42,6 +44,8 @@ class StopReason(str, Enum):
 
 OnTimeout = Literal["reject", "mask"]
 """What becomes of an episode that timed out."""
+OnCut = Literal["end", "continue"]
+"""What becomes of an episode after a response that was cut."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,20 @@ class Limits:
             in time; without any, it is rejected. Batches then have ``"valid"``, false for the turns of
             such episodes. :class:`~torchrl_mt.transforms.MergeTurns` passes it to the rows, where it
             keeps them out of the loss and of group statistics.
+        on_cut: what becomes of an environment's episode after a response that ``max_response_tokens``
+            cut. ``"end"``: it is truncated; the environment does not see the response. ``"continue"``:
+            the environment gets the response as it is and answers it. The next prompt extends it token
+            for token: what ends the turn there counts as the environment's, not as sampled. Workflows
+            and agents always get cut responses, with ``finish_reason="length"``, and may go on.
 
     Raises:
-        ValueError: if a limit is below 1, a timeout is not positive, or ``on_timeout`` is unknown.
+        ValueError: if a limit is below 1, a timeout is not positive, or ``on_timeout`` or ``on_cut`` is
+            unknown.
 
     Examples:
         >>> Limits(max_turns=5, max_response_tokens=2)
         Limits(max_turns=5, max_response_tokens=2, max_episode_tokens=None, turn_timeout=None,
-            episode_timeout=None, tool_timeout=None, on_timeout='reject')
+            episode_timeout=None, tool_timeout=None, on_timeout='reject', on_cut='end')
     """
 
     max_turns: int | None = None
@@ -80,15 +90,14 @@ class Limits:
     episode_timeout: float | None = None
     tool_timeout: float | None = None
     on_timeout: OnTimeout = "reject"
+    on_cut: OnCut = "end"
 
     def __post_init__(self) -> None:
-        if self.on_timeout not in get_args(OnTimeout):
-            raise ValueError(
-                f"on_timeout must be one of {get_args(OnTimeout)}, got {self.on_timeout!r}."
-            )
+        check_choice("on_timeout", self.on_timeout, get_args(OnTimeout))
+        check_choice("on_cut", self.on_cut, get_args(OnCut))
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or field.name == "on_timeout":
+            if value is None or field.name.startswith("on_"):
                 continue
             if field.name.endswith("timeout"):
                 if not value > 0:

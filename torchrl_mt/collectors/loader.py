@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from torchrl_mt.collectors.loading.waiting import Callers, Wait
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.threads import when_forgotten
 from torchrl_mt.transforms import DiscountedReturn, ReturnBalance
 from torchrl_mt.vision import VisionProcessor
 
@@ -215,13 +217,15 @@ class MultiTurnDataLoader:
         elif self._workflow is None:
             options["max_prompt_tokens"] = max_prompt_length
         postproc = options.pop("postproc", None)
-        self._collector = LoaderCollector(
+        # The collector's threads must not keep a loader alive that was dropped without close().
+        counting = weakref.WeakMethod(self._count_delivery)
+        self._collector = collector = LoaderCollector(
             env,
             self._engine,
             task_configs,
             slots=self._slots,
             longest_episode=None if only_keep_outcome_in_replay else replay_capacity,
-            on_delivery=self._count_delivery,
+            on_delivery=lambda episodes: (count := counting()) and count(episodes),
             episodes_per_batch=options.get("group_size", 1),
             max_concurrency=self.num_envs,
             replay_buffer=self.replay,
@@ -233,13 +237,14 @@ class MultiTurnDataLoader:
         )
 
         def prepared(batch: TensorDictBase) -> TensorDictBase:
-            batch = self._collector.add_workers(batch)
+            batch = collector.add_workers(batch)
             if vision is not None:
                 add_shown_images(batch)
             return batch if postproc is None else postproc(batch)
 
         self._collector.set_postproc(prepared)
         self._collector.start()
+        self._closer = when_forgotten(self, _close, self._engine, collector, self._workflow)
 
     def _env_of_class(
         self, env_class: Any, configs: Any, task_configs: Any
@@ -445,11 +450,8 @@ class MultiTurnDataLoader:
 
     def close(self) -> None:
         """End the episodes, threads and environments; who waits for a batch gets an error."""
-        end = time.monotonic() + _CLOSE_SECONDS
-        self._engine.close()
-        self._collector.shutdown(_CLOSE_SECONDS, raise_on_error=False)
-        if self._workflow is not None:
-            self._workflow.close(max(end - time.monotonic(), 0.5))
+        self._closer.detach()
+        _close(self._engine, self._collector, self._workflow)
 
     def __enter__(self) -> MultiTurnDataLoader:
         return self
@@ -579,6 +581,17 @@ class MultiTurnDataLoader:
                 "are on a server, let it have num_envs sessions (max_sessions of serve), or give a "
                 "smaller num_envs and batch_size.",
             )
+
+
+def _close(
+    engine: AskingEngine, collector: LoaderCollector, workflow: EnvClassWorkflow | None
+) -> None:
+    """End what a loader has started."""
+    end = time.monotonic() + _CLOSE_SECONDS
+    engine.close()
+    collector.shutdown(_CLOSE_SECONDS, raise_on_error=False)
+    if workflow is not None:
+        workflow.close(max(end - time.monotonic(), 0.5))
 
 
 def _number_of_envs(

@@ -73,9 +73,11 @@ class SeededEngine:
         version, weight = self.version, self.weight
         await asyncio.sleep(self.delay)
         token_ids = [draw.randrange(5, 20) for _ in range(draw.randrange(1, 6))]
-        token_ids.append(self.tokenizer.eos_token_id)
+        token_ids = [*token_ids, self.tokenizer.eos_token_id][:max_new_tokens]
         log_probs = [weight - draw.random() for _ in token_ids]
-        return Completion(token_ids, log_probs, [version] * len(token_ids), "stop")
+        ended = token_ids[-1] == self.tokenizer.eos_token_id
+        reason = "stop" if ended else "length"
+        return Completion(token_ids, log_probs, [version] * len(token_ids), reason)
 
     def update_weights(self, source: Any) -> int:
         if source is not None:

@@ -50,8 +50,11 @@ def balanced(collector):
     return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
 
 
-def test_batches_are_those_of_one_process(in_threads):
-    options = {**OPTIONS, "limits": Limits(max_turns=2), "accept": lambda td: len(td) != 1}
+@pytest.mark.parametrize(
+    "limits", [Limits(max_turns=2), Limits(max_response_tokens=2, on_cut="continue")]
+)
+def test_batches_are_those_of_one_process(in_threads, limits):
+    options = {**OPTIONS, "limits": limits, "accept": lambda td: len(td) != 1}
     with in_threads(Talk, SeededEngine, items(16), **options) as collector:
         batches = list(collector)
         stats = collector.stats()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class RemotePlayer:
             seed=torch.initial_seed(),
         )
         self.workers.on_report.append(lambda report: _enter_report(playing, report))
-        weakref.finalize(self, self.workers.close, 0.0)
+        self.end: Callable[[], object] = partial(self.workers.close, 0.0)
         try:
             self.engine: Engine = RemoteEngine(self.workers, on_update)
         except BaseException:

@@ -14,12 +14,12 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks, cancel_all
+from torchrl_mt.threads import when_forgotten
 
 __all__ = ["LoopClosedError", "LoopThread"]
 
@@ -41,6 +41,8 @@ class LoopThread:
 
     Args:
         name: name of the thread.
+        then: called once the thread was ended without :meth:`close`: as this object was garbage
+            collected, or at the interpreter's exit.
 
     Examples:
         >>> thread = LoopThread("example")
@@ -50,14 +52,12 @@ class LoopThread:
         True
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, then: Callable[[], object] = lambda: None) -> None:
         self._served = _ServedLoop()
         # A daemon, so that a script that fails before close() does not hang.
         self._thread = threading.Thread(target=self._served.serve, name=name, daemon=True)
         self._thread.start()
-        self._closer = weakref.finalize(
-            self, _close, self._thread, self._served, _FORGOTTEN_SECONDS
-        )
+        self._closer = when_forgotten(self, _end_forgotten, self._thread, self._served, then)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -247,3 +247,11 @@ def _close(thread: threading.Thread, served: _ServedLoop, timeout: float | None)
     if not thread.is_alive():
         served.loop.close()
     return in_time
+
+
+def _end_forgotten(
+    thread: threading.Thread, served: _ServedLoop, then: Callable[[], object]
+) -> None:
+    """End a loop that nobody has closed."""
+    _close(thread, served, _FORGOTTEN_SECONDS)
+    then()

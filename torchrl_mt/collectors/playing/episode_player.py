@@ -41,6 +41,8 @@ class Player(Protocol):
 
     engine: Engine
     """Samples the responses."""
+    end: Callable[[], object]
+    """Ends what the player has started, without a reference to the player."""
 
     @property
     def tokenizer(self) -> Any:
@@ -104,6 +106,8 @@ class EpisodePlayer:
         else:
             self._workers = EnvWorkers(env_workers, env, workflow_kwargs)
             self._make_player = Make(self._workers.make, at_once=True)
+        workers = self._workers
+        self.end: Callable[[], object] = (lambda: None) if workers is None else workers.close
         self._chat_options = chat
         self._agent_options = agents or AgentOptions()
         self._agent_player: Any = None

@@ -185,7 +185,8 @@ async def play_chat(
             turn = episode.turns[-1]
             said = dialogue.read(answer, prompt)
             turn.messages = [*new, said.message]
-            if answer.finish_reason == "length":
+            may_continue = limits.on_cut == "continue" and reached is StopReason.MAX_RESPONSE_TOKENS
+            if answer.finish_reason == "length" and not may_continue:
                 episode.stop_reason = reached
                 return
             answered = False
