@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from hypothesis import settings
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 
@@ -50,6 +50,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def model() -> Qwen2ForCausalLM:
+def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return tiny_chat_model(WORDS, hidden_size=32, intermediate_size=64)[0]

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
@@ -138,3 +138,20 @@ def test_it_is_copied_pickled_and_saved_like_any_other(tmp_path):
     assert type(loaded) is PreTrainedTokenizerFast
     assert render(loaded, talk("assistant")) == render(tokenizer, talk("assistant"))
     assert loaded.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_and_its_tokenizer_come_back_from_one_folder(tmp_path):
+    """By the model's family transformers may choose another class, which drops words in silence."""
+    words = ["don't", "3.5", "lower_case", "größe", "▁x", "a,b", "<b>", "\N{ZERO WIDTH JOINER}"]
+    model, tokenizer = tiny_chat_model(words, extra_roles=("system", "tool"), hidden_size=32)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        assert loaded(token)["input_ids"] == [number]
+        assert loaded.decode([number]) == token
+    talk = [{"role": role, "content": " ".join(words)} for role in ROLES]
+    assert render(loaded, talk) == render(tokenizer, talk)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())

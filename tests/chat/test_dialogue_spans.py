@@ -257,9 +257,9 @@ def test_blocks_are_what_the_host_says(contents):
     assert list(map(int, trained)) == host["assistant_masks"]
 
 
-def test_blocks_where_the_hosts_mask_is_wrong():
+def test_blocks_in_a_macro():
     talk = [user("a"), said("x"), user("b"), said("y")]
-    # In a macro the host counts characters from the beginning of the macro's call.
+    # Some releases of transformers count characters from the beginning of the macro's call.
     macro = (
         "{%- macro turn(m) %}{{- '<|im_start|>assistant\n' }}{% generation %}"
         "{{- m.content + '<|im_end|>' }}{% endgeneration %}{%- endmacro %}"
@@ -267,15 +267,11 @@ def test_blocks_where_the_hosts_mask_is_wrong():
         "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    tokenizer = replace(CHATML, template=macro).on(byte_level())
-    host = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-    _, trained = mask_of(tokenizer, talk)
     assert answers_of(replace(CHATML, template=macro), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
-    assert list(map(int, trained)) != host["assistant_masks"]
 
 
 def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
-    """The host finds no token for such a space, and stops there, or marks all that follows."""
+    """Releases of transformers differ: some find no token for such a space, and mark others."""
     tokenizer = tiny_chat_tokenizer("guess 8 lower 4")
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% generation %} "
@@ -286,7 +282,6 @@ def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
     host = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
     ids, trained = mask_of(tokenizer, talk)
     assert ids == host["input_ids"]
-    assert list(map(int, trained)) != host["assistant_masks"]
     assert tokenizer.decode([token for token, here in zip(ids, trained, strict=True) if here]) == (
         "8 <end> 4 <end>"
     )

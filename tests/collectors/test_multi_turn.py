@@ -487,7 +487,7 @@ def test_bad_arguments_are_refused(guesser, kwargs, message):
 
 
 def test_what_is_no_engine_or_environment_is_refused(guesser, model):
-    with pytest.raises(TypeError, match=r"policy must be an engine .* got Qwen2ForCausalLM"):
+    with pytest.raises(TypeError, match=r"policy must be an engine .* got LlamaForCausalLM"):
         MultiTurnCollector(GuessNumber, model, episodes_per_batch=1)
     with pytest.raises(
         TypeError, match=r"policy must be .* got the class ScriptedEngine: it needs arguments"

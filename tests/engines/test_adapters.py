@@ -123,7 +123,7 @@ def test_what_cannot_be_merged_is_refused(tokenizer, model):
     )
     with pytest.raises(ValueError, match=r"'default' \(LORA\) cannot be merged: aLoRA"):
         merged_weights(peft.get_peft_model(copy.deepcopy(plain), invoked))
-    with pytest.raises(TypeError, match=r"must have a PEFT adapter .*, got Qwen2ForCausalLM"):
+    with pytest.raises(TypeError, match=r"must have a PEFT adapter .*, got LlamaForCausalLM"):
         merged_weights(plain)
 
 

@@ -483,7 +483,7 @@ def test_processors_of_others_are_refused(qwen, model, tokenizer):
 
     with pytest.raises(TypeError, match=r"processor must be one of Qwen2VLProcessor.* got Other"):
         TransformersEngine(qwen.model, Other())
-    with pytest.raises(ValueError, match=r"belong to a model that takes images.* Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"belong to a model that takes images.* LlamaForCausalLM"):
         TransformersEngine(model, qwen.processor)
     _, larger = tiny_vl_model("qwen2_5_vl", "more words than the other one has a b c d e f g h i")
     with pytest.raises(ValueError, match="processor must have the model's image token"):
@@ -497,7 +497,7 @@ def test_models_and_policies_for_text_refuse_images_by_name(qwen, model, tokeniz
     policy = PolicyEngine(
         TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens"), max_new_tokens=2
     )
-    for each, name in ((engine, "Qwen2ForCausalLM"), (policy, "PolicyEngine")):
+    for each, name in ((engine, "LlamaForCausalLM"), (policy, "PolicyEngine")):
         with pytest.raises(TypeError, match=f"^images cannot be given to .*{name}"):
             asyncio.run(each.generate([5, 6], images=[qwen.pictures[0]]))
         assert asyncio.run(each.generate([5, 6], images=[], max_new_tokens=1)).token_ids

@@ -855,7 +855,7 @@ def test_greedy_answers_are_the_likeliest(model, tokenizer, check):
 def test_bad_engines_are_refused(model, tokenizer):
     policy = wrapper(model, tokenizer)
     for value, message in (
-        (model, "got the model Qwen2ForCausalLM: wrap it"),
+        (model, "got the model LlamaForCausalLM: wrap it"),
         (3, "must be a TorchRL LLM policy .*, got int"),
         (Fake, "must be a TorchRL LLM policy"),
     ):

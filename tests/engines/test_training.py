@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
@@ -14,7 +14,7 @@ from torchrl_mt.testing import tiny_chat_model
 from .helpers import assert_sampled_by, generate_all, prompts
 
 
-def state_of(model: Qwen2ForCausalLM) -> dict:
+def state_of(model: LlamaForCausalLM) -> dict:
     """Everything that generation could have changed for training."""
     return {
         "training": [module.training for module in model.modules()],

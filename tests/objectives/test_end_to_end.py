@@ -159,7 +159,7 @@ def experience(chat, games) -> TensorDict:
 def test_every_objective_and_aggregation_trains(experience, actor, objective, aggregation):
     correction = ["icepop", "token_tis"]
     if objective == "decoupled_ppo":
-        correction = partial(geometric, bounds=(0.9, 1.1))
+        correction = partial(geometric, bounds=(0.5, 2.0))
     elif objective == "sft":
         correction = None
     loss = MultiTurnLoss(
@@ -176,7 +176,7 @@ def test_every_objective_and_aggregation_trains(experience, actor, objective, ag
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains(experience, actor, correction, sequence):
     if correction == "geometric":
-        correction = partial(geometric, bounds=(0.9, 1.1))
+        correction = partial(geometric, bounds=(0.5, 2.0))
     objective = "gspo" if sequence == "turn" else "ppo"
     loss = MultiTurnLoss(
         actor, objective=objective, correction=correction, sequence=sequence, clip_epsilon=0.9

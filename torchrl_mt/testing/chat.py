@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 __all__ = ["tiny_chat_model", "tiny_chat_tokenizer"]
 
@@ -116,13 +116,13 @@ def _listed(words: str | Iterable[str]) -> list[str]:
 
 def tiny_chat_model(
     words: str | Iterable[str], *, extra_roles: str | Iterable[str] = (), **config: Any
-) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Build a two-layer Qwen2 with random weights, and its tokenizer.
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Build a two-layer Llama with random weights, and its tokenizer.
 
     Args:
         words: the vocabulary; see :func:`tiny_chat_tokenizer`.
         extra_roles: further roles of messages; see :func:`tiny_chat_tokenizer`.
-        **config: entries of the ``Qwen2Config`` to set.
+        **config: entries of the ``LlamaConfig`` to set.
 
     Returns:
         The model and the tokenizer.
@@ -148,4 +148,4 @@ def tiny_chat_model(
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    return Qwen2ForCausalLM(Qwen2Config(**{**settings, **config})), tokenizer
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **config})), tokenizer
