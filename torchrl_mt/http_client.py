@@ -81,6 +81,8 @@ class AttemptError(Exception):
         """Whether there was no answer in time."""
         self.given_up = False
         """Whether the server gave no real answer, and a retry may get one."""
+        self.status: int | None = None
+        """Status of the answer, if there was one and it was no success."""
         self.at_once = False
         """Set by a target if another attempt should begin at once, as part of this one."""
         self.url = ""
@@ -375,14 +377,13 @@ class HttpClient:
         """The error for a status other than success."""
         code, reason = response.status_code, f"status {response.status_code}: {_message(response)}"
         away = code in _AWAY
-        if code not in _RETRIED and code < 500:
-            return AttemptError(reason, final=True)
-        wait = _retry_after(response.headers.get("retry-after"))
+        final = code not in _RETRIED and code < 500
+        wait = 0.0 if final else _retry_after(response.headers.get("retry-after"))
         if wait > self._timeout and not (away and self._wait_ready):
             reason += f" (the server asks to wait {wait:.0f} seconds)"
-            return AttemptError(reason, final=True)
-        error = AttemptError(reason, away=away, wait=wait)
-        error.refused = away
+            final = True
+        error = AttemptError(reason, final=final, away=away and not final, wait=wait)
+        error.refused, error.status = error.away, code
         return error
 
     @asynccontextmanager

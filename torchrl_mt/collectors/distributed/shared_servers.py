@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from torchrl_mt.collectors.distributed.workers import Workers
-from torchrl_mt.engines import WeightUpdateError
 from torchrl_mt.engines.completions.updates_elsewhere import ServerStates
 from torchrl_mt.engines.server_weights import ServerWeights
 from torchrl_mt.threads import start_daemon
@@ -49,7 +48,7 @@ class SharedServers:
         """Servers that lack the weights only if they were started again."""
         self._lock = threading.Lock()
         workers.on_report.append(lambda report: self.bring_up(report.servers))
-        workers.tell_servers(ServerStates(reports_versions=weights.reports_versions))
+        workers.tell_servers(ServerStates(versions=weights.versions))
 
     def update(self, source: Any) -> None:
         """Load weights into all servers, and have the workers count that if any server has them.
@@ -61,23 +60,18 @@ class SharedServers:
         with self._changing:
             self._updates += 1
             self._doubtful.clear()
-            before = after = self._workers.servers
+            before = self._workers.servers
             self._workers.tell_servers(replace(before, is_updating=True))
             version = before.version + 1
             try:
                 self._weights.update(source, version)
-                after = replace(before, version=version, lacking=frozenset())
-            except WeightUpdateError as error:
-                reached = version if error.updated else before.version
-                after = replace(before, version=reached, lacking=frozenset(error.failed))
-                raise
-            except KeyboardInterrupt:
-                after = replace(before, lacking=before.lacking.union(self._weights.doubtful))
-                raise
             finally:
-                if after.version > before.version:
+                has_reached, lacking = self._weights.outcome
+                if has_reached:
+                    after = replace(before, version=version, lacking=frozenset(lacking))
                     self._workers.count_update(after)
                 else:
+                    after = replace(before, lacking=before.lacking.union(lacking))
                     self._workers.tell_servers(after)
 
     def count_update(self) -> None:

@@ -73,7 +73,8 @@ class EpisodeWorker:
         has_adapters = isinstance(model, nn.Module) and has_adapter_layers(model)
         servers = None
         if hasattr(self._engine, "follow_updates"):
-            servers = (self._engine.urls, self._engine.model_name)
+            engine = self._engine
+            servers = (engine.urls, engine.model_name, engine.wait_ready)
         return {
             "version": self._engine.version,
             "has_adapters": has_adapters,
@@ -146,7 +147,7 @@ class EpisodeWorker:
         if servers is None or not hasattr(self._engine, "follow_updates"):
             return
         if self._updates is None:
-            self._updates = self._engine.follow_updates(reports_versions=servers.reports_versions)
+            self._updates = self._engine.follow_updates(servers.versions)
         self._updates.enter(servers)
 
     async def refuse_server(self, url: str, reason: str) -> None:

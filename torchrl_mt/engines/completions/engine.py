@@ -16,7 +16,12 @@ from typing import Any, Literal, get_args
 
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
-from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
+from torchrl_mt.engines.completions.api import (
+    OWN_FIELDS,
+    Answer,
+    MalformedAnswerError,
+    parse_answer,
+)
 from torchrl_mt.engines.completions.images import (
     ImageApi,
     ImageRequests,
@@ -34,17 +39,21 @@ from torchrl_mt.engines.completions.native import (
     to_sglang,
     to_vllm,
 )
-from torchrl_mt.engines.completions.reported_versions import reported_versions
+from torchrl_mt.engines.completions.reported_versions import (
+    VersionSource,
+    name_of,
+    reported_versions,
+)
 from torchrl_mt.engines.completions.servers import Server, Servers, server_origins
 from torchrl_mt.engines.completions.updates_elsewhere import UpdatesElsewhere
 from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling_params import sampling_record
-from torchrl_mt.engines.server_weights import ServerWeights, WeightUpdateError
-from torchrl_mt.engines.stop_strings import checked_stop, find_stop
+from torchrl_mt.engines.server_weights import ServerWeights
+from torchrl_mt.engines.stop_strings import checked_stop, find_stop, watch
 from torchrl_mt.engines.weights import hand_on
-from torchrl_mt.http_client import HttpClient, HttpError, Target, TryAgainError
+from torchrl_mt.http_client import AttemptError, HttpClient, HttpError, Target, TryAgainError
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.vision import VisionProcessor
 
@@ -54,6 +63,8 @@ _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Neutral values, sent because vLLM would otherwise use the model's generation config."""
 _WITH_TOKENS = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
 """Has servers answer with token ids and their log-probabilities."""
+_MOST_STOPS = 4
+"""Stop strings that ``/v1/completions`` takes, as OpenAI says and vLLM 0.32 checks."""
 
 
 class CompletionsError(HttpError):
@@ -91,7 +102,8 @@ class CompletionsEngine(StaysInProcess):
 
     **Stop strings.** ``stop`` of a request or of ``extra_body`` is sent to the server, which ends the
     answer. ``Completion.stop_string`` is what the server names (vLLM's ``stop_reason``, SGLang's
-    ``matched_stop``), or else the first of them in the decoded answer.
+    ``matched_stop``), or else the first of them in the decoded answer. ``/v1/completions`` takes four;
+    an answer is sampled beyond others and cut here, so use ``api="vllm"`` or ``"sglang"`` for more.
 
     **Distribution.** Sampling is from the model's own distribution unless ``temperature``,
     ``extra_body`` or a request changes it. Neutral values of ``top_p``, ``top_k``, ``min_p`` and
@@ -112,8 +124,10 @@ class CompletionsEngine(StaysInProcess):
 
     **Weight versions** are counted by the engine. If the weights change during a request, all of its
     tokens have the version at which its last attempt *began*. A token may then be rejected as stale too
-    early, but none is trained on as newer than it is. What SGLang reports with ``SGLangWeights`` counts
-    instead, per token in releases that report that; with ``version_key``, what the server reports there.
+    early, but none is trained on as newer than it is. What the servers' own forms report with
+    ``VLLMWeights`` or ``SGLangWeights`` counts instead, per token in releases that report that; with
+    ``version_key``, what the server reports there. Such answers also tell that a server was started
+    again, and so do those for an adapter (``lora_name``) that it no longer has.
 
     **Images.** With a processor, prompts may have images. ``/v1/completions`` takes none with token ids,
     so these go to the servers' own endpoints. ``image_api`` says which, if ``api`` does not:
@@ -142,7 +156,7 @@ class CompletionsEngine(StaysInProcess):
             answer that the server aborted (``"abort"``).
         wait_ready: seconds that a request waits for a server that starts or restarts: connections are
             refused or break, or the status is 502, 503 or 504. This counts as one attempt; afterwards
-            the request fails.
+            the request fails. Updates wait as long.
         backoff: seconds before the first retry, about; doubles for each further one. A ``Retry-After``
             of up to ``timeout`` is obeyed.
         temperature: divides the logits.
@@ -241,8 +255,9 @@ class CompletionsEngine(StaysInProcess):
         origins = server_origins(base_url)
         bring_up = None
         if isinstance(on_update, ServerWeights):
-            on_update.check_engine(origins, model)
+            on_update.check_engine(origins, model, wait_ready)
             bring_up = on_update.bring_up
+        self.wait_ready = wait_ready
         self._servers = Servers(origins, bring_up=bring_up)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = HttpClient(
@@ -267,12 +282,9 @@ class CompletionsEngine(StaysInProcess):
         self._api = api
         form = api if image_api is None else image_api
         self._has_version_key = version_key is not None
-        self._reports_versions = (
-            isinstance(on_update, ServerWeights)
-            and on_update.reports_versions
-            and not self._has_version_key
-        )
-        """Whether SGLang's own form tells the versions that this engine set."""
+        self._versions: VersionSource = "begun"
+        if isinstance(on_update, ServerWeights):
+            self._versions = on_update.versions
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
             self._images = ImageRequests(form, self._vision, self._post)
@@ -341,10 +353,10 @@ class CompletionsEngine(StaysInProcess):
         given = () if images is None else images
         shown = stored_images(prompt, given, self._vision, is_sent=self._images is not None)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
-        asked["stop"] = strings = list(checked_stop(asked.get("stop")))
+        strings = list(checked_stop(asked.get("stop")))
+        is_limited = self._api == "openai" and not shown and self.tokenizer is not None
+        asked["stop"] = strings[: _MOST_STOPS if is_limited else None] or None
         body = {name: value for name, value in asked.items() if value is not None}
-        if not strings:
-            del body["stop"]
         if body.get("top_k") == 0:
             body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
         record = sampling_record(body, self._vocab_size)
@@ -356,6 +368,8 @@ class CompletionsEngine(StaysInProcess):
         else:
             request = self._request(body, prompt, parse)
         answer, version, server = await self._ask(request, prompt)
+        if len(strings) > len(asked["stop"] or ()):
+            answer = _cut(answer, strings, self.tokenizer)
         self._servers.remember(server, prompt, answer.token_ids)
         record = await self._log_probs_mode.marked(body, record)
         return Completion(
@@ -406,16 +420,16 @@ class CompletionsEngine(StaysInProcess):
             self._servers.commit(self.version + 1)
             return self.version
 
-    def follow_updates(self, *, reports_versions: bool = False) -> UpdatesElsewhere:
+    def follow_updates(self, versions: VersionSource = "begun") -> UpdatesElsewhere:
         """Let another process update the weights of the servers.
 
         Args:
-            reports_versions: whether answers report the versions that it sets, as SGLang's do.
+            versions: how this engine knows which weights sampled an answer.
 
         Returns:
             By which that process tells what it did, and learns which servers must load weights.
         """
-        self._reports_versions = reports_versions and not self._has_version_key
+        self._versions = versions
         return UpdatesElsewhere(self._servers)
 
     def stats(self) -> dict[str, int]:
@@ -442,14 +456,12 @@ class CompletionsEngine(StaysInProcess):
         with self._servers.hold():
             try:
                 weights.update(source, version)
-            except WeightUpdateError as error:
-                reached = version if error.updated else self.version
-                self._servers.commit(reached, missed=error.failed)
-                raise
-            except KeyboardInterrupt:
-                self._servers.missed(weights.doubtful)
-                raise
-            self._servers.commit(version)
+            finally:
+                has_reached, lacking = weights.outcome
+                if has_reached:
+                    self._servers.commit(version, missed=lacking)
+                else:
+                    self._servers.missed(lacking)
 
     def _request(
         self, body: Mapping[str, Any], prompt: list[int], parse: Callable[[Any], Answer]
@@ -476,31 +488,44 @@ class CompletionsEngine(StaysInProcess):
 
         def parse(payload: Any) -> Answer:
             answer: Answer = request.parse(payload)
-            if request.path == PATHS["sglang"] and self._reports_versions:
-                return self._with_versions(payload, answer, *attempts[-1])
+            if self._versions != "reported" or self._has_version_key:
+                return answer
+            if request.path == PATHS["vllm"]:
+                return self._with_versions(payload["choices"][0], answer, *attempts[-1])
+            if request.path == PATHS["sglang"]:
+                return self._with_versions(payload["meta_info"], answer, *attempts[-1])
             return answer
 
-        answer = await self._client.post(
-            request.body, parse, target=lambda: self._target(request, prompt, attempts)
-        )
+        answer = await self._post(request._replace(parse=parse), prompt, attempts)
         server, version = attempts[-1]
         return answer, version, server
 
-    def _with_versions(self, payload: Any, answer: Answer, server: Server, version: int) -> Answer:
-        """Add the versions that SGLang reports; a server that lacks the weights must load them."""
-        info, size = payload["meta_info"], len(answer.token_ids)
+    def _with_versions(
+        self, info: Mapping[str, Any], answer: Answer, server: Server, version: int
+    ) -> Answer:
+        """Add the versions that a server reports; one that lacks the weights must load them."""
+        size = len(answer.token_ids)
         try:
             # An update may have reached the server already.
             versions = reported_versions(info, size, begun=version, newest=self.version + 1)
         except TryAgainError as error:
-            self._servers.doubt(server, str(error))
-            raise
+            if self._servers.lost(server, version, str(error)):
+                raise
+            raise MalformedAnswerError(str(error)) from error
         return replace(answer, versions=versions)
 
-    async def _post(self, path: str, body: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
-        """Post something else than a prompt to any server."""
-        request = Request(path, body, parse)
-        return await self._client.post(body, parse, target=lambda: self._target(request, (), []))
+    async def _post(
+        self,
+        request: Request,
+        prompt: Sequence[int] = (),
+        attempts: list[tuple[Server, int]] | None = None,
+    ) -> Any:
+        """Post a request to the server that suits a prompt; record its attempts."""
+        tried = [] if attempts is None else attempts
+        body = {name: value for name, value in request.body.items() if name != "model"}
+        return await self._client.post(
+            body, request.parse, target=lambda: self._target(request, prompt, tried)
+        )
 
     @asynccontextmanager
     async def _target(
@@ -510,12 +535,21 @@ class CompletionsEngine(StaysInProcess):
         async with self._servers.use(prompt) as (server, version):
             attempts.append((server, version))
             url = server.origin + request.path
-            if request.path != PATHS["sglang"]:
-                yield Target(url)
+            if request.path == PATHS["sglang"]:
+                # Each attempt has its own id: SGLang refuses one that it still works on.
+                rid = {"rid": request.body.get("rid", uuid.uuid4().hex)}
+                yield Target(url, rid, (f"{server.origin}/abort_request", rid))
                 return
-            # Each attempt has its own id: SGLang refuses one that it still works on.
-            rid = {"rid": request.body.get("rid", uuid.uuid4().hex)}
-            yield Target(url, rid, (f"{server.origin}/abort_request", rid))
+            is_named = self._versions == "named"
+            model = request.body["model"]
+            try:
+                yield Target(url, {"model": name_of(model, version) if is_named else model})
+            except AttemptError as error:
+                if error.status == 404 and is_named and version:
+                    reason = f"it lacks the adapter of version {version}: {error}"
+                    error.given_up = self._servers.lost(server, version, reason)
+                    error.final = not error.given_up
+                raise
 
     def _stop_string(self, answer: Answer, strings: Sequence[str]) -> str | None:
         """The stop string that ended an answer; ``None`` if a stop token or the limit did."""
@@ -527,6 +561,23 @@ class CompletionsEngine(StaysInProcess):
         if self.tokenizer is None or answer.token_ids[-1] == self.tokenizer.eos_token_id:
             return None
         return find_stop(decode(self.tokenizer, answer.token_ids), strings)
+
+
+def _cut(answer: Answer, strings: Sequence[str], tokenizer: Any) -> Answer:
+    """Cut an answer after the first token at which its text contains a stop string."""
+    watched = watch(strings, tokenizer)
+    assert watched is not None
+    for size, token in enumerate(answer.token_ids, 1):
+        if watched.ended_by(token):
+            return replace(
+                answer,
+                token_ids=answer.token_ids[:size],
+                log_probs=answer.log_probs[:size],
+                versions=None if answer.versions is None else answer.versions[:size],
+                finish_reason="stop",
+                stopped_by=watched.found,
+            )
+    return answer
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

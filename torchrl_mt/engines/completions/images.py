@@ -61,8 +61,7 @@ class ImageRequests:
     Args:
         api: the server's form.
         vision: prepares the images as the server does; makes the prompts' image tokens.
-        post: sends a body to the path of an endpoint and returns what the third argument makes of the
-            answer's JSON.
+        post: sends a request and returns what its ``parse`` makes of the answer's JSON.
     """
 
     def __init__(self, api: ImageApi, vision: VisionProcessor, post: Callable[..., Any]) -> None:
@@ -121,7 +120,7 @@ class ImageRequests:
                 return known
         part = {"type": "image_url", "image_url": {"url": image.data_uri()}}
         request = {"model": model, "messages": [{"role": "user", "content": [part]}]}
-        made = await self._post(_RENDER, request, partial(_rendered, size=size))
+        made = await self._post(Request(_RENDER, request, partial(_rendered, size=size)))
         with self._lock:
             self._prepared[image.key] = made
             if len(self._prepared) > _KEPT:

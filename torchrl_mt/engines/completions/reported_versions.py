@@ -1,28 +1,42 @@
-"""Weight versions that a server reports, compared with those that the engine set."""
+"""Which weights sampled an answer: what a server says, compared with what the engine set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_mt.engines.completions.api import MalformedAnswerError
 from torchrl_mt.http_client import TryAgainError
 
-__all__ = ["reported_versions"]
+__all__ = ["VersionSource", "name_of", "reported_versions"]
+
+VersionSource = Literal["begun", "reported", "named"]
+"""How an engine knows which weights sampled an answer: it had begun with them, the server's own form of
+answers reports them, or each version is a model with a name of its own."""
+
+
+def name_of(model: str, version: int) -> str:
+    """The name of a version of an adapter; before the first update, that of the adapter itself.
+
+    Examples:
+        >>> name_of("policy", 3)
+        'policy@3'
+    """
+    return f"{model}@{version}" if version else model
 
 
 def reported_versions(
     info: Mapping[str, Any], size: int, *, begun: int, newest: int
 ) -> list[int] | None:
-    """Weight version of each token of an answer, as SGLang reports it.
+    """Weight version of each token of an answer, as vLLM and SGLang report it.
 
     A server whose weights this engine never updated reports ``"default"``, which counts as 0. Releases
     that report one version for all tokens report the last one: the version at which the request began
     counts if that is older.
 
     Args:
-        info: the answer's ``meta_info``, with ``weight_version``, and ``weight_versions``, the spans of
-            tokens with one version, in newer releases.
+        info: the answer's choice (vLLM) or ``meta_info`` (SGLang). It has ``weight_versions``, the spans
+            of tokens with one version, or ``weight_version`` in older releases of SGLang.
         size: number of tokens.
         begun: version when the request began.
         newest: the newest version that a server can have.
@@ -51,7 +65,7 @@ def reported_versions(
         versions = [_number(x["version"]) for x in spans for _ in range(x["start"], x["end"])]
         if len(versions) != size:
             raise MalformedAnswerError(
-                f"meta_info.weight_versions must cover {size} tokens, got {spans!r:.100}."
+                f"weight_versions must cover {size} tokens, got {spans!r:.100}."
             )
     elif info.get("weight_version") is None:
         return None

@@ -23,6 +23,8 @@ __all__ = ["Server", "Servers", "server_origins"]
 
 _PAUSE = 5.0
 """Seconds after which a server that did not answer is tried again."""
+_MOST_LOSSES = 3
+"""How often in a row a server may lose its weights before its requests fail."""
 _GROUP_SLACK, _TURN_SLACK = 8, 16
 """Open requests beyond twice the least at which a prompt leaves the server that knows its prefix: of a
 prompt that was sent before, and of one that goes on from an answer."""
@@ -46,6 +48,8 @@ class Server:
     """Why it takes no requests."""
     weights: Literal["current", "doubtful", "missed"] = "current"
     """Whether it has the weights of the last update. A restart puts them in doubt."""
+    losses: int = 0
+    """How often it has lost the weights since it last answered with them."""
     restored: Future[None] | None = field(default=None, repr=False)
     """Done when it has loaded the weights that it lacked; ``None`` while no request waits for that."""
 
@@ -148,7 +152,7 @@ class Servers:
             raise
         else:
             with self._lock:
-                server.away_until, server.reason = 0.0, ""
+                server.away_until, server.reason, server.losses = 0.0, "", 0
         finally:
             with self._lock:
                 server.running -= 1
@@ -226,11 +230,17 @@ class Servers:
             return self.all
         return [server for server in self.all if server.origin in wanted]
 
-    def doubt(self, server: Server, reason: str) -> None:
-        """Have a server load the current weights before it takes another request."""
+    def lost(self, server: Server, version: int, reason: str) -> bool:
+        """Have a server that lacks a version load the current weights before it takes another request.
+
+        Returns:
+            Whether that may help.
+        """
         with self._lock:
-            if server.weights == "current":
+            if server.weights == "current" and version == self.version:
+                server.losses += 1
                 self._lacks(server, reason)
+            return server.losses <= _MOST_LOSSES
 
     async def _ready(self, prompt: Sequence[int]) -> tuple[Server, int]:
         """Choose a server that has the current weights, once no update is under way."""

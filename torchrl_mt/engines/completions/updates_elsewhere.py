@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Lock
 
+from torchrl_mt.engines.completions.reported_versions import VersionSource
 from torchrl_mt.engines.completions.servers import Servers
 
 __all__ = ["ServerStates", "UpdatesElsewhere"]
@@ -25,8 +26,8 @@ class ServerStates:
     """Addresses of servers without the weights of that version."""
     is_updating: bool = False
     """Whether an update is under way: no request begins."""
-    reports_versions: bool = False
-    """Whether the servers' answers report the version."""
+    versions: VersionSource = "begun"
+    """How an engine knows which weights sampled an answer."""
 
 
 class UpdatesElsewhere:

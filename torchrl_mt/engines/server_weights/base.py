@@ -5,7 +5,9 @@ A server is paused while it loads weights, and resumed whether or not that succe
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,11 +16,23 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torchrl_mt.checks import check_positive, import_extra
+from torchrl_mt.checks import check_at_least, check_positive, import_extra
+from torchrl_mt.engines.adapters import peft_model
+from torchrl_mt.engines.completions.reported_versions import VersionSource
 from torchrl_mt.engines.completions.servers import server_origins
-from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
+from torchrl_mt.engines.server_weights.process_group import Group, free_port
+from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights, saved_names
 
 __all__ = ["ServerError", "ServerWeights", "WeightUpdateError"]
+
+_logger = logging.getLogger("torchrl_mt")
+
+_AWAY = (502, 503, 504)
+"""Statuses of a server that starts or restarts."""
+_AWAY_PAUSE = 1.0
+"""Seconds between two attempts at such a server."""
+_HEALTH_TIMEOUT = 5.0
+"""Seconds for a server to say that it is healthy."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -59,10 +73,12 @@ class ServerWeights(ABC):
         master_address: this process's address, for process groups.
         api_key: sent as a bearer token.
         timeout: seconds for one request to a server.
+        wait_ready: seconds that an update waits for a server that starts or restarts; ``None`` for those
+            of the engine.
     """
 
-    reports_versions = False
-    """Whether the servers' answers report the version that :meth:`update` set."""
+    versions: VersionSource = "reported"
+    """How an engine knows which weights sampled an answer."""
 
     def __init__(
         self,
@@ -74,8 +90,10 @@ class ServerWeights(ABC):
         master_address: str,
         api_key: str | None,
         timeout: float,
+        wait_ready: float | None,
     ) -> None:
         check_positive("timeout", timeout)
+        check_at_least("wait_ready", wait_ready or 0.0, 0)
         self.urls = server_origins(urls)
         """Addresses of the servers, without paths."""
         self._httpx = import_extra("httpx", "server")
@@ -84,13 +102,19 @@ class ServerWeights(ABC):
         self._saved = SavedModels(folder)
         self._master_address = master_address
         self._timeout = timeout
+        self._wait_ready = wait_ready
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._groups: dict[str, Any] = {}
-        """Process group with each server's workers."""
+        self._groups: dict[str, tuple[Group, dict[str, Any]]] = {}
+        """Process group with each server's workers, and where they met."""
         self._lock = threading.Lock()
         self._loading: dict[str, Future[str | None]] = {}
         """Servers of an update that has not returned: one that runs or was interrupted."""
         self._version = 0
+        self._failed: tuple[str, ...] = ()
+        """Servers that the last update did not reach."""
+        self._has_reached = False
+        self._names: set[str] = set()
+        """Names of the weights of the model, as far as they are known."""
 
     def __call__(self, source: Any) -> None:
         """Update all servers, as a function for ``on_update``; versions count the calls."""
@@ -100,7 +124,8 @@ class ServerWeights(ABC):
         """Load new weights into all servers.
 
         An interrupt (Ctrl-C) leaves at once. What servers do is ended in threads. The next update waits
-        for them, and so does the end of the program, until a second interrupt.
+        for them, and so does the end of the program, until a second interrupt. :attr:`outcome` says how
+        the update ended.
 
         Args:
             source: a model or a wrapper around one, a state dict, parameters in a TensorDict, or a
@@ -110,30 +135,40 @@ class ServerWeights(ABC):
         Raises:
             WeightUpdateError: if a server did not get them.
             TypeError: if ``source`` is of no known kind.
-            ValueError: if it has no weights.
+            ValueError: if it has no weights, or a part of those of the model.
             OSError: if they cannot be saved.
         """
         with self._lock:
+            self._has_reached, self._failed = False, ()
             wait(self._interrupted())
             self._loading = {}
             self._version = version
+            names = self._whole(source)
             load = self._loader(source, version)
             reasons = self._load_all(load)
             self._loading = {}
             failed = {url: reason for url, reason in reasons.items() if reason is not None}
             updated = [url for url in self.urls if url not in failed]
+            self._has_reached, self._failed = bool(updated), tuple(failed)
             if updated:
-                self._saved.keep(version)
+                self._names = names or self._names
+                self._forget(version)
             if failed:
                 raise WeightUpdateError(updated, failed)
 
-    def check_engine(self, origins: Sequence[str], model: str) -> None:
+    @property
+    def outcome(self) -> tuple[bool, tuple[str, ...]]:
+        """Whether the last update reached any server, and which may lack the weights that count now."""
+        return self._has_reached, tuple(self._loading) or self._failed
+
+    def check_engine(self, origins: Sequence[str], model: str, wait_ready: float = 0.0) -> None:
         """Refuse an engine that would sample with other weights than those of the updates.
 
         Args:
             origins: addresses of the engine's servers. All may be others than :attr:`urls`, such as that
                 of a router.
             model: the name under which the engine asks for the model.
+            wait_ready: seconds that its requests wait for a server that starts or restarts.
 
         Raises:
             ValueError: if a server of the engine gets no updates, or ``model`` is not what is updated.
@@ -144,11 +179,8 @@ class ServerWeights(ABC):
                 f"on_update must update all servers of the engine, but it has {self.urls} and lacks "
                 f"{missing}: give both the same addresses."
             )
-
-    @property
-    def doubtful(self) -> list[str]:
-        """Servers that may have any weights, since an update was interrupted."""
-        return list(self._loading)
+        if self._wait_ready is None:
+            self._wait_ready = wait_ready
 
     def bring_up(self, url: str, version: int, trust: bool = False) -> None:
         """Have one server load the weights of the last update again.
@@ -165,12 +197,12 @@ class ServerWeights(ABC):
             if self._interrupted(url):
                 raise ServerError("it has not ended an update that was interrupted")
             try:
-                if trust and self._reported(url) == str(version):
+                if trust and self._has(url, version):
                     return
                 path = self._saved.path(version)
                 if path is None:
                     raise ServerError("its weights are not on disk: it waits for the next update")
-                with self._paused(url):
+                with _Paused(self, url, self._pause_mode(is_again=True)):
                     self._load_folder(url, path, version)
             except (ServerError, self._httpx.HTTPError) as error:
                 raise ServerError(_reason(error)) from error
@@ -186,15 +218,47 @@ class ServerWeights(ABC):
     def _save(self, source: Any, version: int) -> Path:
         return self._saved.save(source, version)
 
+    def _forget(self, version: int) -> None:
+        """Delete what no server needs once it has a version."""
+        self._saved.keep(version)
+
+    def _whole(self, source: Any) -> set[str]:
+        """Refuse a part of the model's weights; returns the names of the whole."""
+        if isinstance(source, (str, Path)) or peft_model(source) is not None:
+            return set()
+        given = named_weights(source)
+        known = self._names or self._served_names()
+        places = {value.data_ptr() for name, value in given.items() if name in known}
+        missing = sorted(known - given.keys())
+        # Other names altogether are those of another release or library.
+        if missing and all(x in known or given[x].data_ptr() in places for x in given):
+            raise ValueError(
+                f"source must have all {len(known)} weights of the model, got {len(given)} without "
+                f"{missing[:3]}: the servers would mix them with older ones. Give the model, or its "
+                "whole state dict."
+            )
+        return set(given)
+
+    def _served_names(self) -> set[str]:
+        """Names of the weights that the servers started with, if this process sees their folder."""
+        for url in self.urls:
+            try:
+                return saved_names(self._model_path(url))
+            except (ServerError, self._httpx.HTTPError, LookupError, TypeError):
+                continue
+        return set()
+
     def _load_all(self, load: Callable[[str], object]) -> dict[str, str | None]:
         """Update all servers; returns why each failed. An interrupt does not wait for them."""
         # One broadcast at a time: several would wait for each other.
         threads = ThreadPoolExecutor(len(self.urls) if self._transport == "disk" else 1)
+        has_ended = threading.Event()
         try:
             for url in self.urls:
-                self._loading[url] = threads.submit(self._try, url, load)
+                self._loading[url] = threads.submit(self._try, url, load, has_ended)
             return {url: loading.result() for url, loading in self._loading.items()}
         finally:
+            has_ended.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _interrupted(self, *urls: str) -> list[Future[str | None]]:
@@ -202,21 +266,57 @@ class ServerWeights(ABC):
         loading = [self._loading[url] for url in urls or self._loading if url in self._loading]
         return [each for each in loading if not each.done()]
 
-    def _try(self, url: str, load: Callable[[str], object]) -> str | None:
-        """Update one server; return why that failed."""
-        try:
-            with self._paused(url):
-                load(url)
-        except (ServerError, self._httpx.HTTPError) as error:
-            self._groups.pop(url, None)
-            return _reason(error)
-        except Exception as error:  # of the process group
-            self._groups.pop(url, None)
-            return f"{type(error).__name__}: {error}"
-        return None
+    def _try(
+        self, url: str, load: Callable[[str], object], has_ended: threading.Event
+    ) -> str | None:
+        """Update one server, once it is up; return why that failed."""
+        seconds = self._wait_ready or 0.0
+        end, has_said = time.monotonic() + seconds, False
+        while True:
+            try:
+                with _Paused(self, url, self._pause_mode()):
+                    load(url)
+                return None
+            except Exception as error:  # also of the process group
+                self._groups.pop(url, None)
+                reason = _reason(error)
+                if time.monotonic() >= end or not self._is_away(url, error):
+                    return reason
+            if not has_said:
+                has_said = True
+                _logger.warning("%s is away, so an update waits %g s: %s", url, seconds, reason)
+            if has_ended.wait(_AWAY_PAUSE):
+                return reason
 
-    def _paused(self, url: str) -> _Paused:
-        return _Paused(self, url)
+    def _is_away(self, url: str, error: Exception) -> bool:
+        """Whether a server starts, restarts or dies."""
+        if isinstance(error, self._httpx.TransportError):
+            return not isinstance(error, self._httpx.ReadTimeout)
+        try:
+            health = self._httpx.get(
+                url + "/health", headers=self._headers, timeout=_HEALTH_TIMEOUT
+            )
+        except self._httpx.TransportError:
+            return True
+        return health.status_code in _AWAY
+
+    def _pause_mode(self, *, is_again: bool = False) -> str:
+        """What a server does with open requests while it loads weights, perhaps once more."""
+        return self._pause
+
+    def _group(self, url: str) -> tuple[Group, dict[str, Any]]:
+        """The process group with a server's workers, and where they met."""
+        if url not in self._groups:
+            place = {
+                "master_address": self._master_address,
+                "master_port": free_port(self._master_address),
+                **self._place(url),
+            }
+            with ThreadPoolExecutor(1) as thread:
+                asked = thread.submit(self._ask_to_join, url, {**place, "rank_offset": 1})
+                self._groups[url] = self._open_group(**place), place
+                asked.result()
+        return self._groups[url]
 
     def _post(self, url: str, path: str, body: Any = None, **params: Any) -> Any:
         """Post to a server; returns the JSON of its answer, or ``None``."""
@@ -243,8 +343,22 @@ class ServerWeights(ABC):
         except ValueError:
             return None
 
+    _open_group: Callable[..., Group]
+
     @abstractmethod
-    def _pause_server(self, url: str) -> None:
+    def _place(self, url: str) -> dict[str, Any]:
+        """The size of a server's process group, and what else both sides must know."""
+
+    @abstractmethod
+    def _ask_to_join(self, url: str, place: dict[str, Any]) -> None:
+        """Have a server's workers join a process group."""
+
+    @abstractmethod
+    def _model_path(self, url: str) -> str:
+        """The folder of the model that a server started with, or its name on the hub."""
+
+    @abstractmethod
+    def _pause_server(self, url: str, mode: str) -> None:
         """Stop a server from sampling."""
 
     @abstractmethod
@@ -260,20 +374,21 @@ class ServerWeights(ABC):
         """Send weights to a paused server over a process group."""
 
     @abstractmethod
-    def _reported(self, url: str) -> str | None:
-        """The version that a server says it has; ``None`` if it does not say."""
+    def _has(self, url: str, version: int) -> bool:
+        """Whether a server says that it has a version."""
 
 
 class _Paused:
     """A server while it is paused; it is resumed in any case."""
 
-    def __init__(self, weights: ServerWeights, url: str) -> None:
+    def __init__(self, weights: ServerWeights, url: str, mode: str) -> None:
         self._weights = weights
         self._url = url
+        self._mode = mode
 
     def __enter__(self) -> None:
         try:
-            self._weights._pause_server(self._url)
+            self._weights._pause_server(self._url, self._mode)
         except BaseException:
             self._resume()  # the answer may be lost, and the server paused
             raise

@@ -20,7 +20,7 @@ from torchrl_mt.engines.adapters import merged_weights, peft_model, save_adapter
 from torchrl_mt.engines.weights import check_gathered
 from torchrl_mt.scoring.forward import unwrapped
 
-__all__ = ["SavedModels", "named_weights"]
+__all__ = ["SavedModels", "named_weights", "saved_names"]
 
 
 def named_weights(source: Any) -> dict[str, Tensor]:
@@ -61,8 +61,26 @@ def named_weights(source: Any) -> dict[str, Tensor]:
     return {str(name): value.detach() for name, value in found.items()}
 
 
+def saved_names(model: str) -> set[str]:
+    """Names of the weights in a model's folder, or in the hub's cache; empty if they are in neither."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except (OSError, ValueError):  # Not in the cache, or no name of the hub.
+            return set()
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return names
+
+
 class SavedModels:
-    """Saves sources of updates in a folder each, and keeps those of the last version.
+    """Saves sources of updates in a folder each, and keeps those of the last versions.
 
     Args:
         folder: where to make the folders; if ``None``, in a temporary folder that is removed at exit.
@@ -108,11 +126,15 @@ class SavedModels:
         self._paths[version] = (path, True)
         return path
 
-    def keep(self, version: int) -> None:
-        """Delete the folders of all other versions that were made here."""
-        for other in [each for each in self._paths if each != version]:
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def keep(self, version: int, count: int = 1) -> None:
+        """Delete the folders that were made here, but those of ``version`` and of ``count - 1`` before."""
+        kept = sorted(each for each in self._paths if each <= version)[-count:]
+        for other in self._paths.keys() - set(kept):
             path, is_own = self._paths.pop(other)
-            if is_own and path != self.path(version):
+            if is_own and path not in {self.path(each) for each in kept}:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
-from torchrl_mt.engines.server_weights.process_group import free_port, open_torch_group
+from torchrl_mt.engines.server_weights.process_group import open_torch_group
 
 __all__ = ["SGLangWeights"]
 
@@ -39,6 +40,8 @@ class SGLangWeights(ServerWeights):
         master_address: this process's address, in sight of the servers, for process groups.
         api_key: sent as a bearer token.
         timeout: seconds for one request to a server.
+        wait_ready: seconds that an update waits for a server that starts or restarts; ``None`` for those
+            of the engine.
 
     Raises:
         ImportError: if httpx is not installed.
@@ -52,7 +55,7 @@ class SGLangWeights(ServerWeights):
         >>> collector.update_policy_weights_(model)  # doctest: +SKIP
     """
 
-    reports_versions = True
+    _open_group = staticmethod(open_torch_group)
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class SGLangWeights(ServerWeights):
         master_address: str = "127.0.0.1",
         api_key: str | None = None,
         timeout: float = 600.0,
+        wait_ready: float | None = None,
     ) -> None:
         check_choice("transport", transport, ("disk", "nccl", "gloo"))
         check_choice("pause", pause, ("abort", "retract"))
@@ -75,10 +79,11 @@ class SGLangWeights(ServerWeights):
             master_address=master_address,
             api_key=api_key,
             timeout=timeout,
+            wait_ready=wait_ready,
         )
 
-    def _pause_server(self, url: str) -> None:
-        self._post(url, "/pause_generation", {"mode": self._pause})
+    def _pause_server(self, url: str, mode: str) -> None:
+        self._post(url, "/pause_generation", {"mode": mode})
 
     def _resume_server(self, url: str) -> None:
         self._post(url, "/continue_generation", {"torch_empty_cache": True})
@@ -88,7 +93,7 @@ class SGLangWeights(ServerWeights):
         self._update(url, "/update_weights_from_disk", body)
 
     def _broadcast(self, url: str, weights: Mapping[str, Tensor], version: int) -> None:
-        group, name = self._group(url)
+        group, place = self._group(url)
         buckets = list(_buckets(weights))
         with ThreadPoolExecutor(1) as thread:
             for k, bucket in enumerate(buckets):
@@ -99,7 +104,7 @@ class SGLangWeights(ServerWeights):
                         str(value.dtype).removeprefix("torch.") for value in bucket.values()
                     ],
                     "shapes": [list(value.shape) for value in bucket.values()],
-                    "group_name": name,
+                    "group_name": place["group_name"],
                     "flush_cache": is_last,
                     **({"weight_version": str(version)} if is_last else {}),
                 }
@@ -107,23 +112,16 @@ class SGLangWeights(ServerWeights):
                 asked = thread.submit(self._update, url, "/update_weights_from_distributed", body)
                 group.send(bucket.values(), asked)
 
-    def _group(self, url: str) -> tuple[Any, str]:
-        """The process group with a server's workers, and its name there."""
-        if url not in self._groups:
-            info = self._get(url, "/get_server_info") or self._get(url, "/server_info") or {}
-            place: dict[str, Any] = {
-                "master_address": self._master_address,
-                "master_port": free_port(self._master_address),
-                "world_size": 1 + int(info.get("tp_size", 1)),
-                "backend": self._transport,
-            }
-            place["group_name"] = name = f"torchrl_mt-{place['master_port']}"
-            with ThreadPoolExecutor(1) as thread:
-                body = {**place, "rank_offset": 1}
-                asked = thread.submit(self._update, url, "/init_weights_update_group", body)
-                self._groups[url] = (open_torch_group(**place), name)
-                asked.result()
-        return self._groups[url]
+    def _place(self, url: str) -> dict[str, Any]:
+        info = self._get(url, "/get_server_info") or self._get(url, "/server_info") or {}
+        return {
+            "world_size": 1 + int(info.get("tp_size", 1)),
+            "backend": self._transport,
+            "group_name": f"torchrl_mt-{uuid.uuid4().hex[:8]}",
+        }
+
+    def _ask_to_join(self, url: str, place: dict[str, Any]) -> None:
+        self._update(url, "/init_weights_update_group", place)
 
     def _update(self, url: str, path: str, body: dict[str, Any]) -> None:
         """Post and check that the server succeeded."""
@@ -131,12 +129,16 @@ class SGLangWeights(ServerWeights):
         if not (isinstance(said, Mapping) and said.get("success")):
             raise ServerError(f"{path}: {said!r:.300}")
 
-    def _reported(self, url: str) -> str | None:
+    def _has(self, url: str, version: int) -> bool:
         for path in ("/get_weight_version", "/get_model_info", "/model_info"):
             said = self._get(url, path)
             if said is not None and "weight_version" in said:
-                return str(said["weight_version"])
-        return None
+                return bool(str(said["weight_version"]) == str(version))
+        return False
+
+    def _model_path(self, url: str) -> str:
+        info = self._get(url, "/get_model_info") or self._get(url, "/model_info") or {}
+        return str(info["model_path"])
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
