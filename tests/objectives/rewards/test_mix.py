@@ -105,6 +105,26 @@ def test_rows_may_come_in_any_order(rows):
     assert metrics == pytest.approx(same)
 
 
+def test_rows_may_lie_in_memory_in_any_order(rows):
+    """Columns of tokens that were made position by position are transposed."""
+    batch = labelled(rows(n=12))
+    first = batch["episode"] == 0
+    # A row that sampled nothing: its rewards go to another row of its episode.
+    batch["masks", "all_assistant_mask"][first.nonzero()[0]] = False
+    recipe = {
+        "maths": [(by_length, 1.0), (lambda rows: rows["tokens", "full"].float(), 1.0)],
+        "chat": [("episode", 1.0)],
+    }
+    transposed = batch.clone()
+    for key in (("masks", "all_assistant_mask"), ("turns", "full"), ("rewards", "full")):
+        transposed[key] = batch[key].t().contiguous().t()
+    for transform in (None, lambda reward, mask: reward.clamp(-2, 2)):
+        expected, metrics = mixed(recipe, batch, transform=transform)
+        reward, same = mixed(recipe, transposed, transform=transform)
+        torch.testing.assert_close(reward, expected)
+        assert metrics == same
+
+
 def test_a_score_counts_once_in_an_episode_of_several_rows(rows):
     batch = rows(n=3)
     assert batch["episode"].tolist() == [0, 0, 2]

@@ -254,7 +254,7 @@ class RewardMix(nn.Module):
         """
         if self.transform is None:
             return reward
-        rewarded = episodes.mask & (reward != 0)
+        rewarded = (episodes.mask & (reward != 0)).contiguous()
         rewarded.view(-1)[episodes.last_token[episodes.last_token >= 0]] = True
         if valid is not None:
             rewarded &= valid.unsqueeze(-1)
@@ -339,7 +339,7 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
     The rewards of a row without sampled tokens go to the episode's last sampled token up to that turn,
     or to its first if there is none.
     """
-    placed = rewards_on_sampled(reward, episodes.mask)
+    placed = rewards_on_sampled(reward, episodes.mask).contiguous()
     idle = ~episodes.mask.any(-1) & (episodes.last_token[episodes.of_row] >= 0)
     lost = (idle.unsqueeze(-1) & (reward != 0)).nonzero()
     if not len(lost):
