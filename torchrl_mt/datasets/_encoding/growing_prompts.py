@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchrl_mt.data._store.columns.prompt_column import Addition, Additions, additions_of, expand
 from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Schema
@@ -58,7 +59,7 @@ def _replaced(
 def as_additions(steps: Steps) -> Steps:
     """Convert an episode with whole prompts to what files hold."""
     items = additions_of(steps, torch.tensor([steps.length])).items
-    parts = {
+    parts: dict[Path, Any] = {
         _ADDED: Rows([item.added for item in items]),
         _KEPT: torch.tensor([item.kept for item in items]),
         _BACK: torch.tensor([item.back for item in items]),
@@ -102,7 +103,7 @@ def read_steps(reader: FormatReader, runs: Runs, paths: Iterable[Path]) -> Steps
     np.maximum.at(ends, place, runs.starts + (runs.counts - 1) * runs.stride + 1)
     begins = np.zeros_like(ends)
     found = reader.read(Runs(episodes, begins, ends), parts)
-    first, prompts = ends.cumsum() - ends, []
+    first, prompts = ends.cumsum() - ends, list[Tensor]()
     for begin, end in zip(first.tolist(), (first + ends).tolist(), strict=True):
         prompts += step_tensors(whole_prompts(found[begin:end]).columns[PROMPT])
     order = runs_of(first[place] + runs.starts, runs.counts, runs.stride)
