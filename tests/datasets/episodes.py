@@ -68,7 +68,7 @@ def random_schema(rng: random.Random) -> dict:
             schema[path] = (kind,)
     if rng.random() < 0.6:
         dtype, shape = rng.choice(
-            [(torch.float32, (3,)), (torch.uint8, (4, 5, 3)), (torch.int16, ())]
+            [(torch.float32, (3,)), (torch.uint8, (4, 5, 3)), (rng.choice(DTYPES), ())]
         )
         schema[("observation",)] = ("dense", dtype, shape)
         schema[("next", "observation")] = ("next", dtype, shape)

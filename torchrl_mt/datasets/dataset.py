@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.steps import Path, Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
+from torchrl_mt.datasets._encoding.growing_prompts import read_steps, whole_schema
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, WholeReader
 from torchrl_mt.datasets.registry import find_format
@@ -80,7 +81,7 @@ class EpisodeDataset:
         if keys is None or not len(self._lengths):
             self._chosen: tuple[Path, ...] | None = None
         else:
-            self._chosen = tuple(select(reader.schema.fields, keys, "keys"))
+            self._chosen = tuple(select(whole_schema(reader.schema).fields, keys, "keys"))
 
     @property
     def _reader(self) -> FormatReader:
@@ -170,7 +171,7 @@ class EpisodeDataset:
             DatasetError: if one of the episodes cannot be read; names it.
         """
         try:
-            return self._reader.read(runs, self.fields if paths is None else paths)
+            return read_steps(self._reader, runs, self.fields if paths is None else paths)
         except ImportError:
             raise
         except Exception as error:
@@ -185,7 +186,7 @@ class EpisodeDataset:
     @property
     def fields(self) -> Mapping[Path, Field]:
         """Kind, shape and dtype of the entries that are read."""
-        fields = self._reader.schema.fields
+        fields = whole_schema(self._reader.schema).fields
         return fields if self._chosen is None else {path: fields[path] for path in self._chosen}
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.data._store.dataset_episodes import check_metadata
 from torchrl_mt.data._store.steps import Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
+from torchrl_mt.datasets._encoding.growing_prompts import whole_schema
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
 from torchrl_mt.datasets._files.readers import DatasetError
@@ -103,7 +104,7 @@ class DatasetWriter(EpisodeSink):
             delete_unfinished(self.path)
             if exists and mode == "append":
                 reader = open_reader(self.path, known.name)
-                self._schema = reader.schema if len(reader.lengths) else None
+                self._schema = whole_schema(reader.schema) if len(reader.lengths) else None
                 reader.close()
             self._writer = known.writer(self.path, mode, **options)
         except BaseException:

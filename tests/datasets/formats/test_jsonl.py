@@ -84,12 +84,18 @@ def test_a_line_is_a_conversation_that_anyone_can_read(tmp_path):
         "reward": 1.0,
         "metadata": {"task": "look"},
         "steps": {
-            "tokens": {"prompt": [[0, 1], [0, 1, 2]], "response": [[7], [7, 7]]},
+            "tokens": {
+                "prompt": {"added": [[0, 1], [2]], "kept": [0, 2], "back": [0, 1]},
+                "response": [[7], [7, 7]],
+            },
             "log_probs": {"response": [[-0.25], [-0.25, -0.25]]},
             "next": {"reward": [[0.5], [0.5]]},
         },
         "dtypes": {
-            "tokens": {"prompt": "int64[?]", "response": "int64[?]"},
+            "tokens": {
+                "prompt": {"added": "int64[?]", "kept": "int64", "back": "int64"},
+                "response": "int64[?]",
+            },
             "log_probs": {"response": "float32[?]"},
             "next": {"reward": "float32[1]"},
             "text": "object",
@@ -132,7 +138,7 @@ def test_datasets_reads_it_in_parts(tmp_path):
     assert table["messages"][1][3] == {"role": "assistant", "content": "b"}
     assert table["steps"][3]["log_probs"]["response"] == [[None], [None, None]]
     assert table["steps"][4]["log_probs"]["response"] == [[-0.5 / 2]]
-    assert table["steps"][5]["tokens"]["prompt"] == [[0, 1], [0, 1, 2]]
+    assert table["steps"][5]["tokens"]["prompt"]["added"] == [[0, 1], [2]]
 
 
 def test_what_json_numbers_cannot_tell_follows_the_dtype(tmp_path):

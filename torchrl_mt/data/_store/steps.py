@@ -44,13 +44,14 @@ __all__ = [
     "own",
     "pack",
     "path_of",
+    "rows_at",
     "select",
     "step_tensors",
     "unpack",
 ]
 
-_FOR_NUMPY = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that torch cannot index."""
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes that torch cannot index, and those of the same bits."""
 
 _Entry = TypeVar("_Entry")
 
@@ -98,10 +99,8 @@ class Steps:
         places = order.tolist()
 
         def taken(column: Column) -> Column:
-            if isinstance(column, Tensor) and column.is_cpu and column.dtype in _FOR_NUMPY:
-                return torch.from_numpy(column.numpy()[places])
             if isinstance(column, Tensor):
-                return column.index_select(0, order.to(column.device))
+                return rows_at(column, order)
             return type(column)([column.items[i] for i in places])
 
         columns = {path: taken(column) for path, column in self.columns.items()}
@@ -283,6 +282,12 @@ def own(item: Any, device: torch.device | None = None) -> Any:
             return item
     copy = item.detach().clone()
     return copy if device is None else copy.to(device)
+
+
+def rows_at(values: Tensor, order: Tensor) -> Tensor:
+    """Copy the rows at the positions ``order``, int64 ``[N]``, whatever the dtype."""
+    same = values.view(_SIGNED.get(values.dtype, values.dtype))
+    return same.index_select(0, order.to(values.device)).view(values.dtype)
 
 
 def step_tensors(column: Any) -> Sequence[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.schema import bits
-from torchrl_mt.data._store.steps import Column, Path, Rows, Steps
+from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, rows_at
 from torchrl_mt.data._writing.ted import FLAGS
 
 __all__ = ["Continuity", "Values", "Verdict", "bits_at", "compared"]
@@ -165,8 +165,7 @@ def bits_at(column: Column | None, at: np.ndarray | slice) -> np.ndarray | None:
         return None
     if not column.is_cpu:
         if not isinstance(at, slice):
-            at_device = torch.from_numpy(at).to(column.device)
-            column, at = column.index_select(0, at_device).cpu(), slice(None)
+            column, at = rows_at(column, torch.from_numpy(at)).cpu(), slice(None)
         else:
             column, at = column[at].cpu(), slice(None)
     array: np.ndarray = bits(column).numpy()

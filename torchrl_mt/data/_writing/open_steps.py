@@ -17,7 +17,7 @@ from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.schema import Schema, as_array, bits
-from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, step_tensors
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, rows_at, step_tensors
 from torchrl_mt.data._writing.continuity import bits_at
 from torchrl_mt.data._writing.segments import Segments
 
@@ -374,7 +374,7 @@ class _Tensors:
     def take(self, rows: np.ndarray) -> Tensor:
         """Copy the values in ``rows``."""
         if self._array is None:
-            return self.held.index_select(0, torch.from_numpy(rows).to(self.held.device))
+            return rows_at(self.held, torch.from_numpy(rows))
         taken = torch.from_numpy(_rows_at(self._array, rows))
         return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
 

@@ -30,7 +30,7 @@ __all__ = ["EpisodeFolder", "EpisodeList", "format_in"]
 _HEADER = "DATASET"
 _RECORDS = "episodes.index"
 _METADATA = "episodes.metadata"
-_VERSION = 1
+_VERSION = 2
 _RECORD = np.dtype([("length", "<i8"), ("own_next", "<i8"), ("metadata_end", "<i8")])
 
 

@@ -8,7 +8,8 @@ A line has
 - ``tools``: of the metadata, if they have some;
 - ``reward``: sum of the steps' rewards, if there are any, for other tools;
 - ``metadata``;
-- ``steps``: the entries, nested like their keys, each a list with one value per step;
+- ``steps``: the entries, nested like their keys, each a list with one value per step. Of prompts, they
+  have what each turn adds (see ``growing_prompts.py``);
 - ``dtypes``: nested likewise, such as ``"float32[3]"``; ``"int64[?]"`` if the length varies. What
   numbers of JSON cannot tell (NaN, infinities, sizes beside a 0) follows it, and is null in ``steps``.
 """

@@ -9,6 +9,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchrl_mt.data._store.steps import Path, unpack
+from torchrl_mt.datasets._encoding.growing_prompts import as_additions, growing, whole_schema
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.stored_columns import StoredRows, encode_episode
 from torchrl_mt.datasets._encoding.values import to_json_text
@@ -56,7 +57,9 @@ class FormatWriter(ABC):
     def write_episode(self, episode: Any, metadata: dict[str, Any]) -> None:
         """Write a TED TensorDict ``[T]``."""
         steps = unpack(episode)
-        schema = self.schema or EpisodeSchema.of(steps, share_next=self.share_next)
+        schema = self.schema or growing(EpisodeSchema.of(steps, share_next=self.share_next))
+        if whole_schema(schema) is not schema:
+            steps = as_additions(steps)
         own, columns = encode_episode(schema, schema.conform(steps))
         self.write(EncodedEpisode(schema, steps.length, own, columns, to_json_text(metadata)))
         self.schema = schema

@@ -46,7 +46,7 @@ __all__ = ["FORMAT"]
 
 _logger = logging.getLogger("torchrl_mt")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_VERSION = 1
+_VERSION = 2
 _LENGTHS, _OFFSETS = "ep_len", "ep_offset"
 """Steps of each episode, and steps of those before it; stable-worldmodel has them, too."""
 _OWN_NEXT = "ep_own_next"

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.data._store.steps import Steps
+from torchrl_mt.datasets._encoding.growing_prompts import growing, whole_prompts, whole_schema
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.episode_lines import columns_of, describe, fields_of
@@ -47,7 +48,7 @@ class _Reader(WholeReader):
         """Read an episode."""
         line = self._line(episode)
         try:
-            return Steps(line["length"], dict(columns_of(line)))
+            return whole_prompts(Steps(line["length"], dict(columns_of(line))))
         except Exception as error:
             raise self._damaged(episode, error) from error
 
@@ -81,7 +82,7 @@ class _Reader(WholeReader):
         """Return the schema of the first episode that can be read."""
         for i in range(len(self._starts)):
             with contextlib.suppress(DatasetError, ValueError, TypeError):
-                return EpisodeSchema(fields_of(self._line(i)))
+                return whole_schema(EpisodeSchema(fields_of(self._line(i))))
         if not len(self._starts):
             return EpisodeSchema({})
         error = DatasetError(f"{self.path}: no line of it is an episode of torchrl_mt.")
@@ -108,7 +109,7 @@ class _Writer(FormatWriter):
         if adds:
             _mend_end(path)
             reader = _Reader(path)
-            self.schema = reader.schema if len(reader.lengths) else None
+            self.schema = growing(reader.schema) if len(reader.lengths) else None
             reader.close()
 
     def write(self, episode: EncodedEpisode) -> None:

@@ -23,7 +23,7 @@ from torchrl_mt.data._store.columns.rows import RowPlan, Windows, plan_rows, pla
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring
 from torchrl_mt.data._store.schema import Entry, as_array
-from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, own, step_tensors
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, own, rows_at, step_tensors
 
 __all__ = [
     "Change",
@@ -218,7 +218,7 @@ class NextColumn:
         if isinstance(column, Rows):
             values = torch.stack([column.items[i] for i in ends])
         else:
-            values = column.index_select(0, torch.tensor(ends, device=column.device))
+            values = rows_at(column, torch.tensor(ends, device="cpu"))
         return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
 
     def read(self, plan: RowPlan) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
 from torchrl_mt.data._store.ring import Moves, Ring, runs
 from torchrl_mt.data._store.schema import bits
-from torchrl_mt.data._store.steps import Objects, Rows
+from torchrl_mt.data._store.steps import Objects, Rows, rows_at
 
 if TYPE_CHECKING:
     from torchrl_mt.data._store.columns.columns import Change
@@ -154,7 +154,7 @@ class DisagreeingEpisodes:
         if isinstance(column, Rows):
             values = torch.stack([column.items[i] for i in steps.tolist()])
         else:
-            values = column.index_select(0, steps.to(column.device))
+            values = rows_at(column, steps)
         ring, held, sizes = replace(self._ring), self._values, lengths.tolist()
         places = ring.push_all(sizes)
         if places is None or held is None:

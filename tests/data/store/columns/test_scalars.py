@@ -1,0 +1,26 @@
+"""Scalars of every dtype whose next value is not that of the step after."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data._store.schema import bits
+
+DTYPES = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("max_steps", [100, 9])
+def test_scalars_that_disagree_are_read_as_they_were(dtype, max_steps):
+    storage, episodes = EpisodeStorage(max_steps), []
+    for number, length in enumerate([4, 3, 5, 1, 2, 3, 4, 2]):
+        values = torch.arange(length + 1).to(dtype)
+        following = values[1:] if number % 4 != 3 else torch.full((length,), 77).to(dtype)
+        episode = {"level": values[:-1], "next": {"level": following}}
+        episodes.append(TensorDict(episode, [length]))
+        storage.append(episodes[-1])
+        assert storage.shared_keys
+    for got, expected in zip(storage.episodes(), episodes[-storage.num_episodes :], strict=True):
+        for key in ("level", ("next", "level")):
+            assert torch.equal(bits(got[key]), bits(expected[key]))
