@@ -129,7 +129,9 @@ class TransformersEngine(StaysInProcess):
             cache_tokens=cache_tokens,
         )
         self._sampling = Sampling().changed(temperature, top_k, top_p)
-        self._seed = int(torch.randint(2**63 - 1, ())) if seed is None else _seed(seed)
+        self._seed = (
+            int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else _seed(seed)
+        )
         self._warn = TruncationWarning()
         # Of the two, only a processor has a tokenizer. Its class would import Pillow.
         if hasattr(tokenizer, "tokenizer"):
