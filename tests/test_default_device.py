@@ -186,8 +186,22 @@ def test_collectors(elsewhere, chat):
 
 MAKERS = {
     f"torch.{name}"
-    for name in "arange as_tensor empty eye full linspace ones rand randint randn randperm "
-    "scalar_tensor tensor zeros".split()
+    for name in [
+        "arange",
+        "as_tensor",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+    ]
 }
 
 
