@@ -20,6 +20,7 @@ from torchrl_mt._hosts.transformers import attention_implementation
 from torchrl_mt.ranks import is_sharded, most
 from torchrl_mt.scoring.forward import (
     accepts,
+    device_of,
     hooked,
     run_model,
     scoring_mode,
@@ -139,7 +140,7 @@ def _types(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, to
     weight = next(
         (p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu")
     )
-    device = weight.device.type
+    device = (device_of(model) or weight.device).type
     if dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     return weight.dtype, dtype or weight.dtype, device
