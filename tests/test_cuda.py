@@ -26,6 +26,7 @@ from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
 from .engines import test_images
 from .engines.test_families import FAMILIES, build, play_turns
+from .objectives.conftest import make_model, make_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -264,3 +265,20 @@ def test_a_restored_run_goes_on_as_it_would_have(tmp_path):
     expected = [update(first) for _ in range(3)]
     assert RunCheckpoint(tmp_path).restore(**second) == 1
     assert [update(second) for _ in range(3)] == expected
+
+
+def test_functions_of_rows_may_answer_on_any_device():
+    model, rows = make_model(), make_rows()
+    weight = torch.arange(1.0, 1 + len(rows))
+    number = torch.randn(rows["tokens", "full"].shape)
+    answers = {
+        "reward": lambda rows: weight,
+        "reward_transform": lambda reward, mask: number,
+        "advantage": lambda rows: number,
+        "filters": lambda rows: weight,
+    }
+    expected = ExperienceMaker(model, **answers)(rows.clone())
+    made = ExperienceMaker(model.cuda(), **answers)(rows.cuda())
+    for key in (("rewards", "shaped"), "advantage", ("weights", "full")):
+        assert made[key].is_cuda
+        torch.testing.assert_close(made[key].cpu(), expected[key])

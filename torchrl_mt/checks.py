@@ -54,6 +54,19 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}.")
 
 
+def as_tensor(name: str, given: Any) -> Tensor:
+    """Convert real numbers to a detached tensor: a tensor stays where it is, others are on the CPU."""
+    try:
+        value = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a tensor or numbers, got {type(given).__name__}: {error}."
+        ) from error
+    if value.is_complex():
+        raise TypeError(f"{name} must be real numbers, got {value.dtype}.")
+    return value.detach() if value.requires_grad else value
+
+
 def check_unit_interval(name: str, value: float) -> None:
     """Refuse a number outside [0, 1]."""
     if not 0.0 <= value <= 1.0:

@@ -1172,3 +1172,24 @@ def test_what_is_no_critic_and_no_rows_is_refused(model):
     for module in (ExperienceMaker(model), MultiTurnLoss(model)):
         with pytest.raises(TypeError, match="rows must be a TensorDict, got dict"):
             module({})
+
+
+def test_functions_may_answer_with_lists(model, rows):
+    batch = rows()
+    shape = batch["tokens", "full"].shape
+    number = torch.arange(1.0, 1 + shape.numel()).view(shape)
+    weight = torch.arange(1.0, 1 + len(batch))
+    answers = {
+        "reward": lambda rows: weight,
+        "reward_transform": lambda reward, mask: number,
+        "advantage": lambda rows: number,
+        "filters": lambda rows: weight,
+    }
+
+    def listed(answer):
+        return lambda *args: answer(*args).tolist()
+
+    as_tensors = ExperienceMaker(model, **answers)(batch.clone())
+    as_lists = ExperienceMaker(model, **{k: listed(v) for k, v in answers.items()})(batch.clone())
+    for key in (("rewards", "shaped"), "advantage", ("weights", "full")):
+        assert torch.equal(as_tensors[key], as_lists[key])

@@ -34,7 +34,9 @@ def collate_tensordicts_with(collate: Callable[[Sequence[Any]], Any]) -> None:
 
 def shared_bytes(size: int) -> Tensor:
     """Return uninitialised bytes that other processes get without a copy: uint8 ``[size]``."""
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        torch.UntypedStorage._new_shared(size)
+    )
 
 
 # ---- modules --------------------------------------------------------------------------------------

@@ -77,12 +77,12 @@ class Interaction:
             log_probs[start : start + size] = call.log_probs
             versions[start : start + size] = call.versions
         return {
-            "input_ids": torch.tensor([tokens], dtype=torch.int64),
-            "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
-            "loss_mask": torch.tensor([mask], dtype=torch.int64),
-            "logprobs": torch.tensor([log_probs], dtype=torch.float32),
-            "versions": torch.tensor([versions], dtype=torch.int64),
-            "rewards": torch.tensor([self.reward], dtype=torch.float32),
+            "input_ids": torch.tensor([tokens], dtype=torch.int64, device="cpu"),
+            "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool, device="cpu"),
+            "loss_mask": torch.tensor([mask], dtype=torch.int64, device="cpu"),
+            "logprobs": torch.tensor([log_probs], dtype=torch.float32, device="cpu"),
+            "versions": torch.tensor([versions], dtype=torch.int64, device="cpu"),
+            "rewards": torch.tensor([self.reward], dtype=torch.float32, device="cpu"),
         }
 
 

@@ -272,12 +272,12 @@ def _runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
 
 def _turn_rewards(rewards: Tensor, starts: Tensor) -> list[float]:
     """Each turn's reward; ``starts`` are the places of the turns' first tokens."""
-    out = torch.zeros(len(starts), dtype=torch.float64)
+    out = torch.zeros(len(starts), dtype=torch.float64, device="cpu")
     if rewards.ndim == 0:
         out[-1] = rewards
     else:
         # A turn has its tokens and those up to the next turn; the first also has those before it.
-        turn = torch.searchsorted(starts, torch.arange(len(rewards)), right=True) - 1
+        turn = torch.searchsorted(starts, torch.arange(len(rewards), device="cpu"), right=True) - 1
         out.index_add_(0, turn.clamp(min=0), rewards.double())
     return out.tolist()
 

@@ -170,7 +170,7 @@ class Episode:
         answers = [turn.completion.token_ids for turn in self.turns]
         return find_parents(
             _prompts([turn.prompt_ids for turn in self.turns]),
-            torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64),
+            torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64, device="cpu"),
             [len(answer) for answer in answers],
             [0] * len(answers),
         )
@@ -208,16 +208,16 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     """
     turns = [turn for episode in episodes for turn in episode.turns]
     completions = [turn.completion for turn in turns]
-    num_turns = torch.tensor([len(episode.turns) for episode in episodes])
+    num_turns = torch.tensor([len(episode.turns) for episode in episodes], device="cpu")
     last = num_turns.cumsum(0) - 1
     size = len(turns)
 
     def per_turn(values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values)).repeat_interleave(num_turns)
+        return torch.tensor(list(values), device="cpu").repeat_interleave(num_turns)
 
     def flags(ended: Iterable[bool]) -> torch.Tensor:
-        out = torch.zeros(size, 1, dtype=torch.bool)
-        out[last, 0] = torch.tensor(list(ended))
+        out = torch.zeros(size, 1, dtype=torch.bool, device="cpu")
+        out[last, 0] = torch.tensor(list(ended), device="cpu")
         return out
 
     items, lengths = _items(episodes), [len(episode.turns) for episode in episodes]
@@ -240,7 +240,9 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "next": TensorDict(
                 {
-                    "reward": torch.tensor([[turn.reward] for turn in turns], dtype=torch.float32),
+                    "reward": torch.tensor(
+                        [[turn.reward] for turn in turns], dtype=torch.float32, device="cpu"
+                    ),
                     "done": flags(True for _ in reasons),
                     "terminated": flags(not reason.truncated for reason in reasons),
                     "truncated": flags(reason.truncated for reason in reasons),
@@ -252,13 +254,13 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             ),
             "group": per_turn(episode.group for episode in episodes),
             "turn": TensorDict(
-                {"parent": torch.tensor(list(chain.from_iterable(parents)))},
+                {"parent": torch.tensor(list(chain.from_iterable(parents)), device="cpu")},
                 [size],
             ),
             "seconds": TensorDict(
                 {
-                    "model": torch.tensor([turn.model_seconds for turn in turns]),
-                    "env": torch.tensor([turn.env_seconds for turn in turns]),
+                    "model": torch.tensor([turn.model_seconds for turn in turns], device="cpu"),
+                    "env": torch.tensor([turn.env_seconds for turn in turns], device="cpu"),
                 },
                 [size],
             ),
@@ -267,7 +269,8 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
             "sampling": TensorDict(
                 {
                     name: torch.tensor(
-                        [type(plain)(answer.sampling.get(name, plain)) for answer in completions]
+                        [type(plain)(answer.sampling.get(name, plain)) for answer in completions],
+                        device="cpu",
                     )
                     for name, plain in _PLAIN.items()
                 },
@@ -371,18 +374,21 @@ def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
             known = longest.setdefault(id(prompt.line), prompt)
             if len(prompt) > len(known):
                 longest[id(prompt.line)] = prompt
-    lines = {key: torch.tensor(prompt[:], dtype=torch.int64) for key, prompt in longest.items()}
+    lines = {
+        key: torch.tensor(prompt[:], dtype=torch.int64, device="cpu")
+        for key, prompt in longest.items()
+    }
     return [
         lines[id(prompt.line)][: len(prompt)]
         if isinstance(prompt, Prompt)
-        else torch.tensor(list(prompt), dtype=torch.int64)
+        else torch.tensor(list(prompt), dtype=torch.int64, device="cpu")
         for prompt in prompts
     ]
 
 
 def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """One tensor per row, all views of one buffer."""
-    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype, device="cpu")
     return flat.split([len(row) for row in rows])
 
 

@@ -379,7 +379,7 @@ class MultiTurnDataLoader:
             with self.storage.lock:
                 stored = len(self.storage)
                 if stored >= size:
-                    steps = self.storage.get(torch.randperm(stored)[:size])
+                    steps = self.storage.get(torch.randperm(stored, device="cpu")[:size])
                     break
             with self._changed:
                 self._require_open()
@@ -419,7 +419,7 @@ class MultiTurnDataLoader:
     def print_examples(self, n: int = 2) -> None:
         """Print the prompts and responses of ``n`` stored steps, chosen at random."""
         with self.storage.lock:
-            chosen = torch.randperm(len(self.storage))[:n]
+            chosen = torch.randperm(len(self.storage), device="cpu")[:n]
             steps = [self.storage.get(int(index)) for index in chosen]
         for step in steps:
             ids = [*step["tokens", "prompt"].tolist(), *step["tokens", "response"].tolist()]

@@ -23,7 +23,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_mt._hosts.torchrl import buffers_on, writer_of
-from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.checks import as_tensor, check_choice, check_positive_integer
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.plain import plain_steps, steps_from
@@ -193,7 +193,7 @@ class EpisodeWriter(SavesState, Writer):
         Returns:
             int64 of the same shape.
         """
-        index = torch.as_tensor(index)
+        index = as_tensor("index", index)
         return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:

@@ -139,7 +139,7 @@ def _entries_of(item: TensorDictBase) -> dict[str, Any]:
 def _batched(value: Any) -> Any:
     """A value with a batch dimension of 1."""
     if isinstance(value, (bool, int, float)):
-        value = torch.tensor(value)
+        value = torch.tensor(value, device="cpu")
     if isinstance(value, torch.Tensor):
         # A copy, because episodes may share the data and a transform may write into it.
         return value.unsqueeze(0).clone()

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import (
+    as_tensor,
     check_choice,
     check_finite,
     check_shape,
@@ -181,8 +182,7 @@ def _call_advantage(
 ) -> Tensor:
     """Call an advantage function with completed rows."""
     # On a copy: in-place changes must not reach the rows.
-    result = advantage(batch.with_default_keys(made).clone())
-    check_shape("the result of advantage(rows)", result, batch.mask.shape)
-    if result.is_complex():
-        raise TypeError(f"the result of advantage(rows) must be real, got {result.dtype}.")
-    return result
+    name = "the result of advantage(rows)"
+    result = as_tensor(name, advantage(batch.with_default_keys(made).clone()))
+    check_shape(name, result, batch.mask.shape)
+    return result.to(batch.mask.device)

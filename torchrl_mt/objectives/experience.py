@@ -118,6 +118,9 @@ class ExperienceMaker(TensorDictModuleBase):
     one does not write (another maker's weights, say) stay in the rows and count in the loss: complete
     rows once, or drop such entries first.
 
+    Reward sources, ``reward_transform``, ``advantage`` and filters answer with tensors on any device, or
+    with lists of numbers: answers are moved to the rows' device.
+
     No gradient flows. The models' modes are restored, and so is the random state unless other threads
     run. After a call, ``metrics`` holds numbers about the rewards, the KL and its coefficient, the
     entropy, the groups and the sampled tokens.

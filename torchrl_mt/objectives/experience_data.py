@@ -77,7 +77,9 @@ class Experience(TensorClass, shadow=True):  # type: ignore[call-arg]
     def pixel_values(self) -> Tensor | None:
         """Inputs of the rows' images, one row after the other; ``None`` without images."""
         images = None if self.info is None else RowImages.of(self.info)
-        every = None if images is None else images.inputs(torch.arange(len(images.count)))
+        every = (
+            None if images is None else images.inputs(torch.arange(len(images.count), device="cpu"))
+        )
         return None if every is None else every.get("pixel_values")
 
     @property

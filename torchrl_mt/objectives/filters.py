@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.checks import as_tensor
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
@@ -104,12 +105,7 @@ def filter_weight(filters: Sequence[Filter], rows: TensorDictBase, mask: Tensor)
     for one in filters:
         # A user's filter gets a copy: its in-place changes must not reach the rows.
         factor = one(rows if _unbound(one) in FILTERS.values() else rows.clone())
-        if not isinstance(factor, Tensor):
-            raise TypeError(
-                f"a filter must return a tensor of weights, got {factor!r} from {one!r}."
-            )
-        if factor.is_complex():
-            raise TypeError(f"a filter must return real weights, got {factor.dtype} from {one!r}.")
+        factor = as_tensor(f"the weights of filter {one!r}", factor).to(mask.device)
         if factor.shape not in (mask.shape[:1], mask.shape):
             raise ValueError(
                 f"a filter must return weights of shape {tuple(mask.shape[:1])} or "

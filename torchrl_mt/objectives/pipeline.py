@@ -197,7 +197,7 @@ class _Order:
         if self.snapshot is not None and self.weights is not None:
             self.snapshot.load(self.weights)
         rows = self.maker(rows_of(batch, self.maker.tensor_keys.action))
-        version = torch.full(rows.batch_size, self.version, dtype=torch.long)
+        version = torch.full(rows.batch_size, self.version, dtype=torch.long, device="cpu")
         rows.set(SCORED, version.to(rows[self.maker.tensor_keys.action].device))
         return _Made(rows, self.maker.metrics, self.version)
 

@@ -55,12 +55,14 @@ def split_rows(
         [6, 5]
     """
     check_positive_integer("num_parts", num_parts)
-    sizes, item = _lengths(rows), torch.arange(len(rows))
+    sizes, item = _lengths(rows), torch.arange(len(rows), device="cpu")
     if keep is not None:
         check_choice("keep", keep, get_args(Kept))
         item = _items(rows, keep)
         sizes = sizes.new_zeros(int(item.max()) + 1 if len(item) else 0).index_add(0, item, sizes)
-    part_of_item = torch.tensor(_lightest_first(sizes.tolist(), num_parts), dtype=torch.long)
+    part_of_item = torch.tensor(
+        _lightest_first(sizes.tolist(), num_parts), dtype=torch.long, device="cpu"
+    )
     part = part_of_item[item]
     return [_take(rows, (part == i).nonzero().squeeze(-1)) for i in range(num_parts)]
 
@@ -115,7 +117,7 @@ def micro_batches(
         return len(parts)
 
     number = max(call_on_all(cut, process_group))
-    parts += [torch.arange(0)] * (number - len(parts))
+    parts += [torch.arange(0, device="cpu")] * (number - len(parts))
     return [_take(rows, part) for part in parts]
 
 
@@ -127,11 +129,11 @@ def _cut(rows: TensorDictBase, passes: Passes) -> list[Tensor]:
         chosen = packs(lengths, capacity, passes.micro_batch_size)
         # Packs leave rows without tokens out.
         rest = (lengths == 0).nonzero().squeeze(-1)
-        parts = [torch.tensor(pack) for pack in chosen]
+        parts = [torch.tensor(pack, device="cpu") for pack in chosen]
         parts += rest.split(passes.micro_batch_size or max(1, len(rest))) if len(rest) else []
     else:
         parts = batches_of(lengths, passes.micro_batch_size, passes.micro_batch_tokens)
-    return [part.sort().values for part in parts] or [torch.arange(0)]
+    return [part.sort().values for part in parts] or [torch.arange(0, device="cpu")]
 
 
 def _lengths(rows: TensorDictBase) -> Tensor:

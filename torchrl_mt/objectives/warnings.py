@@ -93,7 +93,7 @@ class VersionWatch:
         self._version: int | None = None
         self._highest = 0
         self._batches = 0
-        self._weights = torch.empty(0)
+        self._weights = torch.empty(0, device="cpu")
 
     def __call__(self, batch: RowBatch, actor: nn.Module) -> int | None:
         """Check a batch; return the version, once, when too many batches had it."""
@@ -121,6 +121,7 @@ class VersionWatch:
 
 def some_weights(model: nn.Module) -> Tensor:
     """Copy some numbers of this rank's part of each trained parameter, ``[K]`` float32 on the CPU."""
-    trained = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    ours = (p for p in model.parameters() if p.requires_grad and not p.is_meta)
+    trained = [local(p.detach()) for p in ours]
     some = [p.flatten()[:_WEIGHTS].to(trained[0].device, torch.float32) for p in trained]
-    return torch.cat(some).cpu() if some else torch.empty(0)
+    return torch.cat(some).cpu() if some else torch.empty(0, device="cpu")

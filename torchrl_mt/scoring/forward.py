@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchrl_mt._hosts.accelerate import execution_device
 from torchrl_mt.ranks import reshard
 from torchrl_mt.scoring.rope_lengths import lengths_apart
 
@@ -120,8 +121,7 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     if isinstance(model, DistributedDataParallel) and not torch.is_grad_enabled():
         # The wrapper sends buffers to all workers, who need not make as many passes.
         model = model.module
-    parameter = next(model.parameters(), None)
-    device = inputs["input_ids"].device if parameter is None else parameter.device
+    device = device_of(model) or inputs["input_ids"].device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     inner = unwrapped(model)
     # A ** may lead to a module without this keyword; transformers' models all have it.
@@ -131,6 +131,24 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     precision = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     with _lock(model), lengths_apart(model, inputs), precision:
         return model(**inputs)
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the device of a model's first layer; None without parameters.
+
+    Raises:
+        ValueError: If its weights have no values.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or not parameter.is_meta:
+        return None if parameter is None else parameter.device
+    device = execution_device(model)
+    if device is None:
+        raise ValueError(
+            f"{type(model).__name__} must have weights with values, got parameters on the meta device; "
+            "load it first, or offload this very module with accelerate."
+        )
+    return device
 
 
 def _check_vocabulary(model: nn.Module, token_ids: Tensor) -> None:

@@ -158,6 +158,10 @@ def _output_layer(model: nn.Module) -> nn.Linear | None:
         return None
     if layer.weight.shape != (layer.out_features, layer.in_features):
         return None  # A shard, which is whole only inside the model's forward pass.
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return (
+            None  # Offloaded: the layer may have its weights only inside the model's forward pass.
+        )
     special = is_compiled(outer) or is_compiled(model) or is_compiled(layer) or is_changed(layer)
     return None if special else layer
 

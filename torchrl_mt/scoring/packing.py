@@ -62,7 +62,11 @@ def micro_batches(
     """
     count = len(lengths)
     if max_tokens is None:
-        order = torch.arange(count) if max_rows is None else lengths.cpu().argsort(descending=True)
+        order = (
+            torch.arange(count, device="cpu")
+            if max_rows is None
+            else lengths.cpu().argsort(descending=True)
+        )
         return list(order.split(max_rows or max(1, count)))
     lengths = lengths.cpu()
     order = lengths.argsort(descending=True)
@@ -164,7 +168,7 @@ def forward_passes(
         # Packs leave out rows without tokens, which need no state.
         most = most_rows if with_lengths else None
         lines = packs(lengths, min(longest, most_tokens or total), most) or [[0]]
-        fill = torch.tensor([sum(lengths[line].tolist()) for line in lines])
+        fill = torch.tensor([sum(lengths[line].tolist()) for line in lines], device="cpu")
     parts = micro_batches(fill, 1 if with_lengths else most_rows, most_tokens)
     more = 0 if number is None else number(len(parts)) - len(parts)
     for part in parts:
@@ -200,10 +204,10 @@ def _forward_pass(
 ) -> ForwardPass:
     """Make one pass over lines of rows; each line becomes a sequence of the batch."""
     device, count = tokens.device, len(lines)
-    rows = torch.tensor([row for line in lines for row in line])
-    line = torch.tensor([i for i, line in enumerate(lines) for _ in line])
+    rows = torch.tensor([row for line in lines for row in line], device="cpu")
+    line = torch.tensor([i for i, line in enumerate(lines) for _ in line], device="cpu")
     size = lengths[rows]
-    fill = torch.zeros(count, dtype=torch.long).index_add(0, line, size)
+    fill = torch.zeros(count, dtype=torch.long, device="cpu").index_add(0, line, size)
     # A line of padding gets one dummy token: attention over nothing gives NaN.
     width = max(1, int(fill.max()))
     start = size.cumsum(0) - size

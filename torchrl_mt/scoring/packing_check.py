@@ -20,6 +20,7 @@ from torchrl_mt._hosts.transformers import attention_implementation
 from torchrl_mt.ranks import is_sharded, most
 from torchrl_mt.scoring.forward import (
     accepts,
+    device_of,
     hooked,
     run_model,
     scoring_mode,
@@ -136,8 +137,10 @@ def takes_lengths(model: nn.Module) -> bool:
 
 def _types(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype, str]:
     """Return the type of a model's weights, the type of its products, and its kind of device."""
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    device = weight.device.type
+    weight = next(
+        (p for p in model.parameters() if p.is_floating_point()), torch.empty(0, device="cpu")
+    )
+    device = (device_of(model) or weight.device).type
     if dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     return weight.dtype, dtype or weight.dtype, device
@@ -164,11 +167,15 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
     some = torch.cat([tokens.new_tensor([0, 1]), tokens.reshape(-1)]).unique().cpu()
     images = None
     if vision is not None:
-        some = some[~torch.isin(some, torch.tensor(vision.barred))]
+        some = some[~torch.isin(some, torch.tensor(vision.barred, device="cpu"))]
         images = _trial_images(model)
-    attended = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    looked_at = attended & (torch.arange(len(LENGTHS)) == LOOKED_AT)[:, None]
-    choice = torch.randint(0, len(some), attended.shape, generator=torch.Generator().manual_seed(0))
+    attended = (
+        torch.arange(max(LENGTHS), device="cpu") < torch.tensor(LENGTHS, device="cpu")[:, None]
+    )
+    looked_at = attended & (torch.arange(len(LENGTHS), device="cpu") == LOOKED_AT)[:, None]
+    choice = torch.randint(
+        0, len(some), attended.shape, generator=torch.Generator().manual_seed(0), device="cpu"
+    )
 
     def trial(index: Tensor, packed: bool) -> ForwardPass:
         with_lengths = packed and takes_lengths(model)
@@ -225,13 +232,18 @@ def _trial_images(model: nn.Module) -> RowImages | None:
     if vision is None or vision.merge_size is None:
         return None
     config = cast(Any, unwrapped(model)).config.vision_config
-    grids = torch.tensor([[1, vision.merge_size, 2 * vision.merge_size]] * len(LENGTHS))
+    grids = torch.tensor(
+        [[1, vision.merge_size, 2 * vision.merge_size]] * len(LENGTHS), device="cpu"
+    )
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     pixels = torch.rand(
-        int(grids.prod(-1).sum()), patch, generator=torch.Generator().manual_seed(2)
+        int(grids.prod(-1).sum()), patch, generator=torch.Generator().manual_seed(2), device="cpu"
     )
     return RowImages(
-        pixels, grids, torch.arange(len(grids)), torch.ones(len(grids), dtype=torch.long)
+        pixels,
+        grids,
+        torch.arange(len(grids), device="cpu"),
+        torch.ones(len(grids), dtype=torch.long, device="cpu"),
     )
 
 
@@ -262,13 +274,15 @@ def _has_gradient_of_others(
             if not embedded or not states.requires_grad:
                 return None
             # Random, because norms and means hide changes that are equal in all directions.
-            weight = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+            weight = torch.randn(
+                states.shape, generator=torch.Generator().manual_seed(1), device="cpu"
+            )
             found = torch.autograd.grad(states, embedded, weight.to(states), allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             return None  # A kernel without a backward pass.
-    own = torch.zeros(ids.numel(), dtype=torch.bool)
+    own = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
     own[int(step.state.min()) : int(step.state.max()) + 2] = True
     gradients = [gradient.flatten(0, 1).cpu() for gradient in found if gradient is not None]
     # Without a gradient by the row itself, a zero gradient by others proves nothing.

@@ -41,7 +41,7 @@ def _row_lengths(inputs: dict[str, Any]) -> Tensor:
         return position[ends] + 1
     if mask is not None and mask.ndim == 2:
         return mask.sum(-1)
-    return torch.tensor([inputs["input_ids"].shape[1]])
+    return torch.tensor([inputs["input_ids"].shape[1]], device="cpu")
 
 
 def _check_lengths(model: nn.Module, rope: RotaryFrequencies, lengths: Tensor) -> None:

@@ -100,7 +100,7 @@ class RowVision:
         _check_counts(vision, found, count)
         if vision.merge_size is None:
             return RowVision(images, None)
-        positions = torch.arange(tokens.shape[1]).expand(3, *tokens.shape)
+        positions = torch.arange(tokens.shape[1], device="cpu").expand(3, *tokens.shape)
         if images is None:
             return RowVision(None, positions.to(tokens.device))
         positions, is_image, attended = positions.clone(), is_image.cpu(), attention_mask.cpu()

@@ -45,12 +45,12 @@ class SpareImage:
         config = cast(Any, unwrapped(model)).config
         if vision.merge_size is not None:
             pixels, grid = small_image(config.vision_config, vision.merge_size)
-            ids = torch.full((2,), vision.image_token_id)
-            positions = vision.positions(torch.ones(2, dtype=torch.bool), [grid])
-            grids = torch.tensor([grid])
+            ids = torch.full((2,), vision.image_token_id, device="cpu")
+            positions = vision.positions(torch.ones(2, dtype=torch.bool, device="cpu"), [grid])
+            grids = torch.tensor([grid], device="cpu")
             return SpareImage(ids, positions, {"pixel_values": pixels, "image_grid_thw": grids})
-        pixels = torch.zeros(1, 3, *2 * [config.vision_config.image_size])
-        ids = torch.full((_tokens_of_llava(config),), vision.image_token_id)
+        pixels = torch.zeros(1, 3, *2 * [config.vision_config.image_size], device="cpu")
+        ids = torch.full((_tokens_of_llava(config),), vision.image_token_id, device="cpu")
         return SpareImage(ids, None, {"pixel_values": pixels})
 
     def added_to(self, step: ForwardPass) -> ForwardPass:
@@ -76,7 +76,7 @@ class SpareImage:
 
     def _positions(self, there: Tensor | None) -> Tensor:
         """Positions of the image's tokens, with as many axes as those of the pass."""
-        text = torch.arange(len(self.ids))
+        text = torch.arange(len(self.ids), device="cpu")
         if there is None or there.ndim == 2:
             return text
         assert self.positions is not None
@@ -87,7 +87,7 @@ def small_image(vision_config: Any, merge_size: int) -> tuple[Tensor, tuple[int,
     """Make an image of two tokens of Qwen's models: patches ``[P, D]``, and their grid."""
     patch = vision_config.in_channels * vision_config.temporal_patch_size
     patch *= vision_config.patch_size**2
-    return torch.zeros(2 * merge_size**2, patch), (1, merge_size, 2 * merge_size)
+    return torch.zeros(2 * merge_size**2, patch, device="cpu"), (1, merge_size, 2 * merge_size)
 
 
 def _tokens_of_llava(config: Any) -> int:

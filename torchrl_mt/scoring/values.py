@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.peft import base_of, is_peft_model
-from torchrl_mt.scoring.forward import run_model
+from torchrl_mt.scoring.forward import device_of, run_model
 from torchrl_mt.scoring.packing import put_back
 from torchrl_mt.scoring.packing_check import passes_over
 from torchrl_mt.scoring.passes import Passes, find_passes
@@ -44,12 +44,9 @@ class ValueModel(nn.Module):
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
-        parameter = next(backbone.parameters(), None)
         self.backbone = backbone
         # In float32: its gradient sums over all tokens, and half precision would lose small terms.
-        self.head = nn.Linear(
-            hidden_size, 1, device=None if parameter is None else parameter.device
-        )
+        self.head = nn.Linear(hidden_size, 1, device=device_of(backbone))
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -119,6 +116,8 @@ class ValueModel(nn.Module):
             kwargs.setdefault("use_cache", False)
         hidden = self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):
+            if self.head.weight.is_meta:  # accelerate has its values, for calls of the head itself.
+                return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
             weight, bias = self.head.weight.float(), self.head.bias.float()
             return nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
 

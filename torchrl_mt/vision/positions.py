@@ -78,4 +78,4 @@ def rope_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> T
 def _within(size: tuple[int, int, int]) -> Tensor:
     """Places of an image's tokens in its grid, less their numbers: int64 ``[3, n]``."""
     grid = torch.cartesian_prod(*map(torch.arange, size)).view(-1, 3).T
-    return grid - torch.arange(grid.shape[1])
+    return grid - torch.arange(grid.shape[1], device="cpu")

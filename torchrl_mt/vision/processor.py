@@ -257,7 +257,7 @@ class VisionProcessor:
         out = {"pixel_values": torch.cat([each.pixel_values for each in found])}
         grids = [each.grid for each in found if each.grid is not None]
         if grids:
-            out["image_grid_thw"] = torch.tensor(grids)
+            out["image_grid_thw"] = torch.tensor(grids, device="cpu")
         return out
 
     def _inputs(self, image: StoredImage) -> ImageInputs:

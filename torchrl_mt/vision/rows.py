@@ -290,7 +290,7 @@ def write_inputs(rows: TensorDictBase, vision: VisionProcessor) -> None:
     device = tokens.device
     count = torch.tensor([len(images) for images in raw], device=device)
     table = [prepared[image] for images in raw for image in images]
-    pixels = torch.cat([each.pixel_values for each in table] or [torch.empty(0, 0)])
+    pixels = torch.cat([each.pixel_values for each in table] or [torch.empty(0, 0, device="cpu")])
     keys = tuple(image.key for images in raw for image in images)
     shared: dict[tuple[str, str], Any] = {PIXELS: pixels.to(device), KEYS: keys}
     if vision.merge_size is not None:

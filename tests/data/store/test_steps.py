@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tensordict import NonTensorData, TensorClass, TensorDict, lazy_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data.llm import History
 
-from torchrl_mt.data._store.steps import Steps, pack, unpack
+from torchrl_mt.data._store.steps import Rows, Steps, pack, unpack
 
 
 class Pair(TensorClass):
@@ -109,3 +110,23 @@ def test_threads_may_read_one_unread_batch_at_once(make):
                     assert (make.steps(pack(got)) if i % len(reads) == 1 else got) == expected
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_ragged_column_goes_to_another_device_in_one_copy(make):
+    class Copies(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func is torch.ops.aten._to_copy.default
+            return func(*args, **(kwargs or {}))
+
+    items = [torch.rand(n, 2, m) for n, m in ((1, 2), (0, 4), (3, 1))]
+    columns = {("a",): Rows([torch.arange(n) for n in (3, 0, 2)]), ("b",): Rows(items)}
+    with Copies() as copies:
+        moved = Steps(3, columns).on(torch.device("meta"))
+    assert copies.number == 2
+    assert [item.shape for item in moved.columns["b",].items] == [item.shape for item in items]
+    assert all(item.is_meta for column in moved.columns.values() for item in column.items)
+    mixed = Steps(2, {("a",): Rows([torch.zeros(1), torch.zeros(1).long()])})
+    kinds = [item.dtype for item in mixed.on(torch.device("meta")).columns["a",].items]
+    assert kinds == [torch.float32, torch.int64]

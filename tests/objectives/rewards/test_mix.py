@@ -300,7 +300,11 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
             ValueError,
             "finite numbers, got nan for row 5",
         ),
-        (lambda n, s: None, TypeError, "'judge' must answer with a tensor"),
+        (
+            lambda n, s: None,
+            TypeError,
+            "the answer of reward source 'judge' must be a tensor or numbers",
+        ),
         (lambda n, s: ["good"] * n, TypeError, "got list"),
     ],
 )

@@ -351,18 +351,22 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
 
     for options, error, message in [
         ({"advantage": imaginary}, TypeError, r"the result of advantage\(rows\) must be real"),
-        ({"advantage": nothing}, TypeError, r"the result of advantage\(rows\) must be a tensor"),
+        (
+            {"advantage": nothing},
+            TypeError,
+            r"the result of advantage\(rows\) must be a tensor or numbers",
+        ),
         (
             {"filters": imaginary},
             TypeError,
-            "a filter must return real weights, got torch.complex64",
+            r"the weights of filter .*imaginary.* must be real numbers, got torch.complex64",
         ),
         (
             {"filters": nothing},
             TypeError,
-            "a filter must return a tensor of weights, got None from",
+            "the weights of filter .*nothing.* must be a tensor or numbers, got NoneType",
         ),
-        ({"reward": imaginary}, TypeError, "reward source 'imaginary' must answer with .*real"),
+        ({"reward": imaginary}, TypeError, "the answer of reward source 'imaginary' must be real"),
         ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
         ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
     ]:

@@ -111,7 +111,7 @@ def _positions(
     """Positions of rows with images: ``[N, 3, S]`` for models with M-RoPE, else those of text."""
     if vision.merge_size is None:
         return position_ids(mask)
-    out = torch.zeros(len(ids), 3, ids.shape[1], dtype=torch.int64)
+    out = torch.zeros(len(ids), 3, ids.shape[1], dtype=torch.int64, device="cpu")
     for k, shown in enumerate(images):
         real = mask[k].bool()
         positions = vision.positions(ids[k, real], shown)
@@ -134,11 +134,11 @@ def _padded(
     rows: Sequence[Sequence[int] | Tensor], length: int, pad: int, *, left: bool
 ) -> tuple[Tensor, Tensor]:
     """Rows as int64 ``[B, length]``, padded on one side, and their mask."""
-    ids = torch.full((len(rows), length), pad, dtype=torch.int64)
-    mask = torch.zeros(len(rows), length, dtype=torch.int64)
+    ids = torch.full((len(rows), length), pad, dtype=torch.int64, device="cpu")
+    mask = torch.zeros(len(rows), length, dtype=torch.int64, device="cpu")
     for k, row in enumerate(rows):
         place = slice(length - len(row), length) if left else slice(0, len(row))
-        ids[k, place] = torch.as_tensor(row, dtype=torch.int64)
+        ids[k, place] = torch.as_tensor(row, dtype=torch.int64, device="cpu")
         mask[k, place] = 1
     return ids, mask
 
@@ -164,7 +164,7 @@ class AnswerReader:
     def __init__(
         self, num_workers: int, vocabulary: int, longest: int, barred: Sequence[int] = ()
     ) -> None:
-        self._barred = torch.tensor(barred, dtype=torch.int64)
+        self._barred = torch.tensor(barred, dtype=torch.int64, device="cpu")
         self._num_workers = num_workers
         self._vocabulary = vocabulary
         self._longest = longest
@@ -316,7 +316,7 @@ def _listed(name: str, given: Any) -> list[Any]:
 def _tensor(name: str, expected: str, given: Any) -> Tensor:
     """A tensor on the CPU."""
     try:
-        return torch.as_tensor(given).detach().cpu()
+        return torch.as_tensor(given, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a tensor of {expected}, got {type(given).__name__}: {error}."

@@ -223,5 +223,5 @@ class LoaderCollector(MultiTurnCollector):
         """Write the slots into a batch of episodes, as ``"worker_id"``."""
         slots = self._slots.of_episode
         ids = batch["collector", "traj_ids"].tolist()
-        batch["worker_id"] = torch.tensor([slots.get(id_, -1) for id_ in ids])
+        batch["worker_id"] = torch.tensor([slots.get(id_, -1) for id_ in ids], device="cpu")
         return batch

@@ -19,7 +19,7 @@ AcceptGroup: TypeAlias = Callable[[Sequence[TensorDictBase]], Any]
 """Called with the episodes of a group in TED, ``[T]`` each; false refuses it. May be ``async``."""
 
 _TOLERANCE = 1e-6
-_VALID = torch.ones(1, dtype=torch.bool)
+_VALID = torch.ones(1, dtype=torch.bool, device="cpu")
 
 
 def has_spread(episodes: Sequence[TensorDictBase]) -> bool:

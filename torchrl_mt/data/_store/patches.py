@@ -65,7 +65,7 @@ class PatchedEntry:
 
     def values(self, given: Any, steps: int) -> Tensor:
         """Check new values for ``steps`` steps; return them on the storage's device."""
-        values = torch.as_tensor(given)
+        values = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
         shape = (steps, *self.shape[1:])
         if values.dtype != self.data.dtype or values.numel() != torch.Size(shape).numel():
             raise ValueError(

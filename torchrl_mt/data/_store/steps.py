@@ -448,7 +448,7 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
         return column
     _check_values(path, column)
     if isinstance(column, Rows):
-        return Rows([item.to(device) for item in column.items])
+        return Rows(_copies(column.items, device))
     return column.to(device)
 
 
@@ -467,12 +467,16 @@ def kinds(items: Sequence[Tensor]) -> set[tuple[Any, ...]]:
     return {(item.ndim, item.dtype, item.layout, item.device) for item in items}
 
 
-def _copies(items: list[Tensor]) -> list[Tensor]:
-    """Copy tensors; vectors of one kind become parts of one tensor, which is faster."""
-    found = [(ndim, layout) for ndim, _, layout, _ in kinds(items)]
-    if found == [(1, torch.strided)]:
-        return list(torch.cat(items).split([len(item) for item in items]))
-    return [item.clone() for item in items]
+def _copies(items: list[Tensor], device: torch.device | None = None) -> list[Tensor]:
+    """Copy tensors, to ``device`` if given; those of one kind at once, as parts of one tensor."""
+    found = {kind[1:] for kind in kinds(items)}
+    vectors = all(item.ndim == 1 for item in items)
+    # Copies that stay must not hold each other's memory if they are large.
+    if len(found) == 1 and items[0].layout == torch.strided and (vectors or device is not None):
+        flat = torch.cat([item.reshape(-1) for item in items]).to(device)
+        parts = flat.split([item.numel() for item in items])
+        return [part.view(item.shape) for part, item in zip(parts, items, strict=True)]
+    return [item.clone() if device is None else item.to(device) for item in items]
 
 
 def _plain(tensor: Tensor) -> Tensor:

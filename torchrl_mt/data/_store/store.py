@@ -326,7 +326,10 @@ class EpisodeStore:
         if starts is None:
             moves = self._grow(rows, sizes)
             columns = _laid_out(columns, moves, ring.capacity)
-            left, first = None, None if first is None else int(moves.positions(torch.tensor(first)))
+            left, first = (
+                None,
+                None if first is None else int(moves.positions(torch.tensor(first, device="cpu"))),
+            )
             starts = ring.push_all(sizes)
             assert starts is not None
         odd = {path: which[skipped:] for path, which in admitted.odd.items()}

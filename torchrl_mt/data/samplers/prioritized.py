@@ -20,6 +20,7 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.table import Choice
 from torchrl_mt.data.samplers.clip import ClipSampler
@@ -234,7 +235,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         numbers, _ = storage.table.places(episodes, cut.offsets)
         weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
         steps = torch.from_numpy(weight.numpy().repeat(cut.width or cut.spans))
-        return {"priority_weight": steps.view(index.shape).to(index.device)}
+        return {"priority_weight": to_device(steps.view(index.shape), index.device)}
 
     # ---- priorities -----------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def _column_of_items(path: Path, items: Sequence[Any], form: Form | None) -> Col
                 f"{name_of(path)} has integers beyond int64: give floats, or an array of another dtype."
             )
         if all(isinstance(item, (bool, int, float)) for item in items):
-            return torch.tensor(items)
+            return torch.tensor(items, device="cpu")
         return _tensor(path, np.asarray([np.asarray(item) for item in items]))
     if all(map(_is_array, items)):
         tensors = [_tensor(path, item) for item in items]
@@ -203,7 +203,7 @@ def _column_of_items(path: Path, items: Sequence[Any], form: Form | None) -> Col
             dtype = torch.float32 if len(known) > 1 else known.pop()
             return Rows([array.to(dtype) for array in arrays])  # type: ignore[union-attr]
     elif are_lists and form is not None and len(form.shape) == 1:
-        return Rows([torch.empty(0, dtype=form.dtype) for _ in items])
+        return Rows([torch.empty(0, dtype=form.dtype, device="cpu") for _ in items])
     return Objects(list(items))
 
 
@@ -235,7 +235,7 @@ def _numbers(item: Sequence[Any]) -> Tensor | None:
     if not all(isinstance(each, (bool, int, float)) for each in flat):
         return None
     try:
-        return torch.tensor(item)
+        return torch.tensor(item, device="cpu")
     except ValueError:  # They differ in length.
         return None
 

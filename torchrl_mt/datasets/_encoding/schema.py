@@ -49,7 +49,7 @@ class EpisodeSchema:
         Raises:
             ValueError: if an entry changes its dtype or number of dimensions from step to step.
         """
-        length = torch.tensor([steps.length])
+        length = torch.tensor([steps.length], device="cpu")
         fields: dict[Path, Field] = {}
         for path, entry in Schema.of(steps, length, share_next=False).entries.items():
             if entry.kind == "dense" and not (entry.lazy and entry.shape):

@@ -65,7 +65,7 @@ def array_dtype(field: Field) -> np.dtype:
     """Return the dtype of a field's arrays: integers of the same size for what NumPy lacks."""
     assert field.dtype is not None
     try:
-        return torch.empty(0, dtype=field.dtype).numpy().dtype
+        return torch.empty(0, dtype=field.dtype, device="cpu").numpy().dtype
     except TypeError:
         return np.dtype(f"i{field.dtype.itemsize}")
 

@@ -172,7 +172,7 @@ def _array(record: dict[str, Any]) -> np.ndarray:
 def _tensor(record: dict[str, Any]) -> Tensor:
     dtype, shape = dtype_of(record["dtype"]), record["shape"]
     if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     data = bytearray(base64.b64decode(record["base64"]))
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 

@@ -204,7 +204,9 @@ class WholeReader(FormatReader):
         for episode, start, count in zip(runs.episodes, runs.starts, runs.counts, strict=True):
             steps = self._recent(int(episode))
             chosen = Steps(steps.length, {path: steps.columns[path] for path in paths})
-            parts.append(chosen.take(torch.arange(int(count)) * runs.stride + int(start)))
+            parts.append(
+                chosen.take(torch.arange(int(count), device="cpu") * runs.stride + int(start))
+            )
         columns = Steps.concat(parts).columns
         return Steps(len(runs), {path: self._own(path, columns[path]) for path in paths})
 

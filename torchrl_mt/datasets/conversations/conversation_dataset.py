@@ -139,7 +139,7 @@ class ConversationDataset(Dataset):
         has_template = tokenizer.chat_template is not None
         self._renderer = DialogueRenderer(tokenizer) if has_template else None
         # Shared memory, so that not each worker of each epoch warns again.
-        self._warned = torch.zeros(len(_WARNINGS), dtype=torch.bool).share_memory_()
+        self._warned = torch.zeros(len(_WARNINGS), dtype=torch.bool, device="cpu").share_memory_()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -184,23 +184,23 @@ class ConversationDataset(Dataset):
                 "('masks', 'all_assistant_mask') is all false.",
             )
         tokens = tokens[cut]
-        of_index, unknown = torch.tensor(number), torch.tensor(-1)
+        of_index, unknown = torch.tensor(number, device="cpu"), torch.tensor(-1, device="cpu")
         row: dict[str, Any] = {
             "tokens": {"full": tokens},
             "masks": {
-                "all_attention_mask": torch.ones(len(tokens), dtype=torch.bool),
+                "all_attention_mask": torch.ones(len(tokens), dtype=torch.bool, device="cpu"),
                 "all_assistant_mask": trained[cut],
             },
             "turns": {"full": turns[cut]},
-            "log_probs": {"full": torch.zeros(len(tokens))},
+            "log_probs": {"full": torch.zeros(len(tokens), device="cpu")},
             "versions": {
                 "full": torch.full_like(tokens, -1),
                 "oldest": unknown,
                 "newest": unknown.clone(),
             },
-            "rewards": {"full": torch.zeros(len(tokens))},
+            "rewards": {"full": torch.zeros(len(tokens), device="cpu")},
             **{name: of_index.clone() for name in ("episode", "group", "episode_index")},
-            "fork": torch.tensor(0),
+            "fork": torch.tensor(0, device="cpu"),
         }
         if ((weights != 0) & (weights != 1)).any():
             row["weights"] = {"full": weights[cut]}
@@ -221,7 +221,7 @@ class ConversationDataset(Dataset):
         out: dict[NestedKey, Tensor] = {}
         for key in dict.fromkeys(key for row in rows for key in row.keys(True, True)):
             if key == _WEIGHTS:
-                ones = [torch.ones(len(row["tokens", "full"])) for row in rows]
+                ones = [torch.ones(len(row["tokens", "full"]), device="cpu") for row in rows]
                 values = [row.get(key, one) for row, one in zip(rows, ones, strict=True)]
             else:
                 values = [row[key] for row in rows]
@@ -278,7 +278,7 @@ class ConversationDataset(Dataset):
                 f"{endless[0]} of conversation {number}, so this answer does not teach when to stop. "
                 "Use a template that writes tokenizer.eos_token after answers.",
             )
-        return torch.tensor(ids), torch.from_numpy(weights), torch.from_numpy(turns)
+        return torch.tensor(ids, device="cpu"), torch.from_numpy(weights), torch.from_numpy(turns)
 
     def _completion(self, row: Completion) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, weights and turns ``[S]`` of a prompt and its completion as plain text."""
@@ -300,8 +300,8 @@ class ConversationDataset(Dataset):
         if not ids or ids[-1] != self.tokenizer.eos_token_id:
             ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, False]
         trained[-1] = True
-        weights = torch.tensor(trained) * row.weight
-        return torch.tensor(ids), weights, torch.zeros(len(ids)).long()
+        weights = torch.tensor(trained, device="cpu") * row.weight
+        return torch.tensor(ids, device="cpu"), weights, torch.zeros(len(ids), device="cpu").long()
 
     def _warn(self, kind: str, message: str) -> None:
         """Log a warning once for each kind."""

@@ -101,7 +101,9 @@ def _rows_of(batch: Any, number: int) -> Iterator[dict[str, Any]]:
         )
     last = _last_steps(batch)
     first = [0, *(step + 1 for step in last[:-1])]
-    of_step = torch.bucketize(torch.arange(len(batch)), torch.tensor(last)).tolist()
+    of_step = torch.bucketize(
+        torch.arange(len(batch), device="cpu"), torch.tensor(last, device="cpu")
+    ).tolist()
     found = dialogue_of_rows(batch, of_step, last)
     dialogues = [None] * len(last) if found is None else found.tolist()
     rewards = _numbers(batch, ("next", "reward")) or [0.0] * len(batch)
@@ -130,7 +132,7 @@ def _rows_of(batch: Any, number: int) -> Iterator[dict[str, Any]]:
 
 def _last_steps(batch: TensorDictBase) -> list[int]:
     """Index of the last step of each episode."""
-    ends = torch.zeros(len(batch), dtype=torch.bool)
+    ends = torch.zeros(len(batch), dtype=torch.bool, device="cpu")
     for name in ("done", "terminated", "truncated"):
         flag = batch.get(("next", name), None)
         if flag is not None:

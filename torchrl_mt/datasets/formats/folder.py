@@ -77,7 +77,7 @@ class FolderReader(EpisodicReader):
                 if path[1:] in paths and _is_image(self.schema.fields[path]):
                     rows = self.column(path[1:], following)
                     assert isinstance(rows, torch.Tensor)
-                    is_step = torch.ones(len(rows), dtype=torch.bool)
+                    is_step = torch.ones(len(rows), dtype=torch.bool, device="cpu")
                     is_next = is_step.clone()
                     is_step[ends - 1], is_next[ends - following.counts] = False, False
                     columns |= {path[1:]: rows[is_step], path: rows[is_next]}

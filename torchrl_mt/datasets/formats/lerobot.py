@@ -284,7 +284,7 @@ def _field_of(name: str, feature: Mapping[str, Any]) -> Field:
 
 
 def _numpy_dtype(field: Field) -> np.dtype:
-    return torch.empty(0, dtype=field.dtype).numpy().dtype
+    return torch.empty(0, dtype=field.dtype, device="cpu").numpy().dtype
 
 
 def _decoded(field: Field, feature: Mapping[str, Any], array: Any, root: FilePath) -> Any:

@@ -153,14 +153,15 @@ def plain_log_probs(
     if params.top_k or params.top_p < 1 or params.min_p:
         model, params = _Truncated(model, params), _PLAIN
     rows = [
-        torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)
+        torch.tensor([*prompt, *answer], device="cpu")
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    lengths = torch.tensor([len(row) for row in rows])
+    starts = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     scores: list[list[float]] = [[] for _ in rows]
     for batch in micro_batches(lengths, max_tokens=max_tokens):
         tokens = nn.utils.rnn.pad_sequence([rows[i] for i in batch], batch_first=True)
-        position = torch.arange(tokens.shape[1])
+        position = torch.arange(tokens.shape[1], device="cpu")
         attended = position < lengths[batch, None]
         sampled = attended & (position >= starts[batch, None])
         with torch.no_grad():
@@ -241,4 +242,4 @@ def _shown(log_probs: Sequence[float]) -> str:
 
 
 def _flat(log_probs: Sequence[Sequence[float]]) -> Tensor:
-    return torch.tensor(list(chain.from_iterable(log_probs)), dtype=torch.float64)
+    return torch.tensor(list(chain.from_iterable(log_probs)), dtype=torch.float64, device="cpu")

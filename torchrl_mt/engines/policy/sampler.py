@@ -22,6 +22,7 @@ from torchrl_mt._hosts.torchrl import min_batch_size
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import altering_arguments
 from torchrl_mt.engines.stop_strings import StopStrings
+from torchrl_mt.scoring.forward import device_of
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -339,8 +340,8 @@ def _evaluating(policy: Any) -> Iterator[None]:
 
 def _device(policy: Any) -> torch.device:
     """Device of a policy's parameters; the CPU if it has none."""
-    parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
-    return torch.device("cpu") if parameter is None else parameter.device
+    found = device_of(policy) if isinstance(policy, nn.Module) else None
+    return found or torch.device("cpu")
 
 
 def _numbers(row: TensorDictBase, key: tuple[Any, str]) -> list[Any] | None:

@@ -140,7 +140,7 @@ class Prefill:
 
     def _image_positions(self) -> torch.Tensor:
         """Positions ``[3, B, Q]`` of the tokens to compute; 0 on padding."""
-        positions = torch.zeros((3, *self._tokens.shape), dtype=torch.int64)
+        positions = torch.zeros((3, *self._tokens.shape), dtype=torch.int64, device="cpu")
         for row, prompt in enumerate(self.prompts):
             images = prompt.images or _NO_IMAGES
             place = positions[:, row, -prompt.num_new :]

@@ -134,7 +134,7 @@ class TransformersEngine(StaysInProcess):
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
         )
         if seed is None:
-            seed = int(torch.randint(2**63 - 1, ()))
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         self._seed = checked_number("seed", seed)
         self._warn = TruncationWarning()
         # Of the two, only a processor has a tokenizer. Its class would import Pillow.

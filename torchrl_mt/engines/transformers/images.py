@@ -44,7 +44,7 @@ class PromptImages:
 
     def positions_of(self, begin: int, end: int) -> torch.Tensor:
         """Return the positions ``[3, end - begin]`` of tokens, also of those after the prompt."""
-        places = torch.arange(begin, end).expand(3, -1) + self.shift
+        places = torch.arange(begin, end, device="cpu").expand(3, -1) + self.shift
         if self.positions is not None:
             known = self.positions[:, begin:end]
             places[:, : known.shape[1]] = known
@@ -118,7 +118,7 @@ class ImagePrompts:
             spans = self._processor.spans(prompt, [each.num_tokens for each in known])
         except ValueError as error:
             raise ValueError(f"prompt_ids do not fit images: {error}") from None
-        is_image = torch.zeros(len(prompt) + 1, dtype=torch.bool)
+        is_image = torch.zeros(len(prompt) + 1, dtype=torch.bool, device="cpu")
         tokens = prompt[:]
         for each, (begin, size) in zip(known, spans, strict=True):
             first = each.number << _BITS

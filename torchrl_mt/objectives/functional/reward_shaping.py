@@ -105,7 +105,7 @@ class RewardNormalizer(ExactBuffers):
         if clip is not None:
             check_positive("clip", clip)
         self.center, self.clip, self.eps = center, clip, eps
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         for name, value in vars(masked_moments(empty, empty.bool())).items():
             self.register_buffer(name, value.clone())
 

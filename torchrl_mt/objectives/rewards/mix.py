@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from torchrl_mt.checks import check_shape
+from torchrl_mt.checks import as_tensor, check_shape
 from torchrl_mt.objectives.functional import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 from torchrl_mt.objectives.metrics import summary
@@ -259,13 +259,10 @@ class RewardMix(nn.Module):
         if valid is not None:
             rewarded &= valid.unsqueeze(-1)
         # On copies: in-place changes must not reach rewards outside the mask.
-        out = self.transform(reward.clone(), rewarded.clone())
-        check_shape("the result of reward_transform(reward, mask)", out, reward.shape)
-        if out.is_complex():
-            raise TypeError(
-                f"the result of reward_transform(reward, mask) must be real, got {out.dtype}."
-            )
-        out = out.float()
+        name = "the result of reward_transform(reward, mask)"
+        out = as_tensor(name, self.transform(reward.clone(), rewarded.clone()))
+        check_shape(name, out, reward.shape)
+        out = out.to(reward.device).float()
         if not bool(out[rewarded].isfinite().all()):
             raise ValueError("reward_transform(reward, mask) must return finite numbers.")
         return torch.where(rewarded, out, reward)

@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+
+from torchrl_mt.checks import as_tensor
 
 Scores = Tensor | Sequence[float]
 """Answer of a source."""
@@ -85,15 +86,7 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
     """Convert an answer to ``[n]`` or ``[n, S]`` float32."""
     asked = f"reward source {name!r} must answer with"
-    try:
-        reward = torch.as_tensor(answer).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{asked} a tensor or a sequence of numbers, got {type(answer).__name__}: {error}"
-        ) from error
-    if reward.is_complex():
-        raise TypeError(f"{asked} real numbers, got {reward.dtype}.")
-    reward = reward.float()
+    reward = as_tensor(f"the answer of reward source {name!r}", answer).float()
     n = len(rows)
     if reward.ndim not in (1, 2) or reward.shape[0] != n:
         raise ValueError(

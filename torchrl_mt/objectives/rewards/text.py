@@ -196,7 +196,7 @@ class TextReward:
                 f"{len(answer)}."
             )
         ends = _turn_ends(episodes, turns)
-        out = torch.zeros(turns.numel(), dtype=torch.float64)
+        out = torch.zeros(turns.numel(), dtype=torch.float64, device="cpu")
         for place, (episode, given) in enumerate(zip(asked, answer, strict=True)):
             given, at = _plain(given), ends[episode]
             if not isinstance(given, Sequence) or isinstance(given, str):

@@ -103,7 +103,11 @@ class AllRanks:
 def _check_whole_episodes(batch: RowBatch, counts: tuple[int, ...]) -> None:
     """Refuse an episode whose rows are on several ranks, each of which would reward it."""
     episode = batch.episodes.of_row
-    rank = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(episode.device)
+    rank = (
+        torch.arange(len(counts), device="cpu")
+        .repeat_interleave(torch.tensor(counts, device="cpu"))
+        .to(episode.device)
+    )
     low = torch.full_like(batch.episodes.last_token, len(counts))
     low = low.scatter_reduce(0, episode, rank, "amin")[episode]
     torn = (rank != low).nonzero()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_mt.checks import as_tensor
 from torchrl_mt.data._store.handles import integers
 
 __all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
@@ -16,7 +17,7 @@ __all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
 
 def check_index(index: Any) -> Tensor:
     """Return the index as an int64 tensor, without a copy if it is one."""
-    return integers(torch.as_tensor(index), "index")
+    return integers(as_tensor("index", index), "index")
 
 
 def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
@@ -60,14 +61,15 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: dtype of the result.
 
     Raises:
-        ValueError: if it has another shape, or a negative, infinite, NaN, complex or bool value.
+        ValueError: if it has another shape, or a negative, infinite, NaN or bool value.
+        TypeError: if it does not hold real numbers.
 
     Examples:
         >>> check_priority([1, 2], torch.tensor([[0, 1], [5, 6]]), torch.float32)
         tensor([1., 2.])
     """
-    given = torch.as_tensor(priority)
-    if given.is_complex() or given.dtype == torch.bool:
+    given = as_tensor("priority", priority)
+    if given.dtype == torch.bool:
         raise ValueError(f"priority must hold real numbers, got {given.dtype}.")
     values = given.detach().to("cpu", dtype)
     numbers = values.numpy()
