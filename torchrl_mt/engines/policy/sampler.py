@@ -19,6 +19,7 @@ from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapp
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from torchrl_mt._hosts.torchrl import min_batch_size
+from torchrl_mt.engines.model_facts import input_device
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import altering_arguments
 from torchrl_mt.engines.stop_strings import StopStrings
@@ -128,7 +129,7 @@ class PolicySampler:
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
         """Prompts in the policy's format: rows, or a left-padded batch with its mask."""
-        device = _device(self._policy)
+        device = input_device(self._policy)
         rows = [torch.tensor(prompt, device=device) for prompt in prompts]
         if self._ragged:
             return lazy_stack([TensorDict({"tokens": {"prompt": row}}) for row in rows])
@@ -335,12 +336,6 @@ def _evaluating(policy: Any) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
-
-
-def _device(policy: Any) -> torch.device:
-    """Device of a policy's parameters; the CPU if it has none."""
-    parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _numbers(row: TensorDictBase, key: tuple[Any, str]) -> list[Any] | None:
