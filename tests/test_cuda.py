@@ -186,6 +186,29 @@ def test_images_are_seen_on_the_gpu_as_they_are(name):
     engine.close()
 
 
+def test_an_engine_follows_a_model_to_the_gpu_and_back(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer)
+    engine._stop_ids = frozenset()
+
+    async def run():
+        task = asyncio.create_task(engine.generate([5, 6, 7], max_new_tokens=300))
+        for move in (model.cuda, model.cpu, model.cuda):
+            before = engine.stats()["generated_tokens"]
+            while engine.stats()["generated_tokens"] < before + 30:
+                await asyncio.sleep(0.001)
+            with engine._generation.paused():
+                move()
+        return await task
+
+    answer = asyncio.run(run())
+    engine.close()
+    ids = torch.tensor([[5, 6, 7, *answer.token_ids]], device="cuda")
+    with torch.no_grad():
+        expected = model.eval()(ids).logits[0, 2:-1].log_softmax(-1)
+    expected = expected.gather(-1, ids[0, 3:, None])[:, 0].cpu()
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-3, rtol=0)
+
+
 def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):
     model.cuda()
     engine = TransformersEngine(model, tokenizer)

@@ -19,10 +19,10 @@ from torchrl.modules.llm import LLMWrapperBase, SGLangWrapper, TransformersWrapp
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from torchrl_mt._hosts.torchrl import min_batch_size
+from torchrl_mt.engines.model_facts import input_device
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.sampling_params import altering_arguments
 from torchrl_mt.engines.stop_strings import StopStrings
-from torchrl_mt.scoring.forward import device_of
 
 __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribution"]
 
@@ -129,7 +129,7 @@ class PolicySampler:
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
         """Prompts in the policy's format: rows, or a left-padded batch with its mask."""
-        device = _device(self._policy)
+        device = input_device(self._policy)
         rows = [torch.tensor(prompt, device=device) for prompt in prompts]
         if self._ragged:
             return lazy_stack([TensorDict({"tokens": {"prompt": row}}) for row in rows])
@@ -336,12 +336,6 @@ def _evaluating(policy: Any) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
-
-
-def _device(policy: Any) -> torch.device:
-    """Device of a policy's parameters; the CPU if it has none."""
-    found = device_of(policy) if isinstance(policy, nn.Module) else None
-    return found or torch.device("cpu")
 
 
 def _numbers(row: TensorDictBase, key: tuple[Any, str]) -> list[Any] | None:

@@ -92,11 +92,22 @@ class BatchScheduler:
 
     def step(self) -> None:
         """Compute some prompts, and sample a token for every request that is ready."""
-        self._drop_cancelled()
-        if self._is_due():
-            self._admit()
-        self._compute_prompts()
-        self._sample()
+        try:
+            if self._model.has_moved():
+                self._model.follow()
+                self.forget_cache()
+            self._drop_cancelled()
+            if self._is_due():
+                self._admit()
+            self._compute_prompts()
+            self._sample()
+        except Exception as error:
+            if not self._model.has_moved():
+                raise
+            raise RuntimeError(
+                "the model was moved or converted while tokens were sampled: do it between two "
+                "rollouts, or make the engine with share_weights=False."
+            ) from error
 
     def take_finished(self) -> list[Request]:
         """Requests completed since the last call, including those of a step that failed."""

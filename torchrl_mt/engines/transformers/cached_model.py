@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_mt.engines.model_facts import input_device
 from torchrl_mt.engines.transformers.images import ImageFeatures
 from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
 from torchrl_mt.vision import StoredImage
@@ -54,6 +55,16 @@ class CachedModel:
             raise ValueError(_refusal(model, reason)) from error
         if problem is not None:
             raise ValueError(_refusal(model, problem))
+        self._place = self._read_place()
+
+    def has_moved(self) -> bool:
+        """Whether device or dtype of the model have changed since the layout was read."""
+        return self._place != self._read_place()
+
+    def follow(self) -> None:
+        """Read the layout again; caches made before are of no use."""
+        self.layout = self._read_layout()
+        self._place = self._read_place()  # hooks of accelerate may move the model in a pass
 
     def new_cache(self) -> PaddedCache:
         """Make an empty cache."""
@@ -100,6 +111,11 @@ class CachedModel:
         ).last_hidden_state
         return self.model.get_output_embeddings()(hidden[:, -1])
 
+    def _read_place(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the first parameter."""
+        parameter = next(self.model.parameters())
+        return parameter.device, parameter.dtype
+
     def _read_key_cost(self) -> float:
         """Cost of attending to a cached token, relative to computing a token."""
         config: Any = self.model.config.get_text_config()
@@ -109,7 +125,7 @@ class CachedModel:
         """Find the shapes of each layer's keys and values, by one forward pass."""
         cache = DynamicCache()
         config: Any = self.model.config.get_text_config()
-        token = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
+        token = torch.zeros((1, 1), dtype=torch.int64, device=input_device(self.model))
         logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits
         if logits.ndim != 3:
             raise ValueError(f"its logits have shape {list(logits.shape)}: is it a language model?")

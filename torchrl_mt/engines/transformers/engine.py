@@ -7,7 +7,6 @@ update, no token is sampled from cache of older weights, unless ``keep_cache`` a
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,10 +44,12 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine(StaysInProcess):
     """Sample from a Hugging Face causal language model, many conversations at once.
 
-    The engine generates with a *view* of the model: it shares the parameters, but has its own train/eval
-    mode and attention implementation. So the model may be trained between two rollouts, but not *while*
-    tokens are sampled. For that, pass ``share_weights=False``: the engine then has a copy of the
-    weights, which :meth:`update_weights` refreshes.
+    The engine generates with a *view* of the model: it shares its parameters, and the hooks that it has
+    now, but has its own train/eval mode and attention implementation. If the model is moved or
+    converted (``model.cuda()``, ``model.half()``), the engine follows before its next step: running
+    requests are computed again there. So the model may be moved and trained between two rollouts, but
+    not *while* tokens are sampled. For that, pass ``share_weights=False``: the engine then has a copy
+    of the weights, which :meth:`update_weights` refreshes.
 
     One background thread, started by the first request, does the work. The default sizes suit small
     models on a CPU.
@@ -157,7 +158,12 @@ class TransformersEngine(StaysInProcess):
         self._vocab_size = cast(int, vocab_size(model))
         self._stop_ids = stop_ids(tokenizer, model)
         self._source = None if share_weights else weakref.ref(model)
-        self._model = view_of(model) if share_weights else copy.deepcopy(model)
+        if not share_weights and any(weight.is_meta for weight in model.parameters()):
+            raise ValueError(
+                "share_weights must be True for a model whose weights are offloaded, got False: they "
+                "cannot be copied."
+            )
+        self._model = view_of(model, share_weights=share_weights)
         self._num_requests = itertools.count()
         self._images = ImagePrompts(vision, images, type(model).__name__)
         barred = () if vision is None else vision.barred
@@ -384,4 +390,9 @@ class TransformersEngine(StaysInProcess):
         weights = fitting_weights(source, self._model)
         own = self._model.state_dict()
         in_place = all(value.data_ptr() == own[name].data_ptr() for name, value in weights.items())
+        if not in_place and any(tensor.is_meta for tensor in own.values()):
+            raise ValueError(
+                "source cannot be loaded into a model whose weights are offloaded: load it into the "
+                "model where they are, and call update_weights()."
+            )
         return None if in_place else weights

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.transformers import image_features
+from torchrl_mt.engines.model_facts import input_device
 from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
 from torchrl_mt.vision.images import read_images
 from torchrl_mt.vision.model import check_no_video
@@ -231,7 +232,7 @@ class ImageFeatures:
         for group in self._grouped(new, images):
             inputs = self._processor.batch([images[number] for number in group])
             sizes = [len(self._processor.size(images[number]).token_ids) for number in group]
-            inputs = {name: value.to(self._model.device) for name, value in inputs.items()}
+            inputs = {name: value.to(input_device(self._model)) for name, value in inputs.items()}
             found = image_features(self._model, inputs, sizes)
             self._kept.update(zip(group, found, strict=True))
         for number in numbers:
