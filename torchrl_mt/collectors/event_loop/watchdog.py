@@ -65,7 +65,7 @@ class Watchdog:
             "something blocks the event loop of the thread %s for more than %.0f s: no episode goes on "
             "meanwhile, and no time limit ends one. An `async def` (of an agent, a workflow, an "
             "environment or a callable) must await what takes time; a plain `def` runs in a thread and "
-            "may block, unless the environment is inline. A blocking client, such as openai.OpenAI, that "
+            "may block, unless the environment is inline. A blocking client (openai.OpenAI, say) that "
             "asks the collector's own server from here waits for itself for ever. The thread is at:\n%s",
             *(self._thread.name, _MOST_LOOKS * _LOOK_SECONDS, stack.rstrip()),
         )
