@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 LOG_PROB_ROUNDING = 0.5
@@ -120,7 +123,31 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Refuse a name that is not one of ``choices``."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}."
+            f"{did_you_mean(value, choices)}"
+        )
+
+
+def did_you_mean(given: object, known: Iterable[str] | Callable[..., object]) -> str:
+    """A question for the end of an error, if a name is like a known one or like an argument's.
+
+    Examples:
+        >>> did_you_mean("objektive", ["objective", "gamma"]), did_you_mean("x", ["objective"])
+        (" Did you mean 'objective'?", '')
+    """
+    names = inspect.signature(known).parameters if callable(known) else known
+    found = get_close_matches(given, list(names), 1) if isinstance(given, str) else []
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def check_is_batch(name: str, value: object) -> None:
+    """Refuse what is no TensorDict, such as what a collector with a replay buffer yields."""
+    if not isinstance(value, TensorDictBase):
+        advice = ""
+        if value is None:
+            advice = ": a collector with a replay_buffer yields None, so sample from the buffer"
+        raise TypeError(f"{name} must be a TensorDict, got {type(value).__name__}{advice}.")
 
 
 def check_finite(name: str, value: float) -> None:

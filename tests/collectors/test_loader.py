@@ -78,6 +78,7 @@ def test_a_batch_has_the_prompts_of_different_slots_padded_on_the_left(make, tok
         "position_ids",
         "worker_id",
         "meta_info",
+        "raw_prompt_ids",
     }
     for name in ("input_ids", "attention_mask", "position_ids"):
         assert batch[name].dtype is torch.int64
@@ -90,6 +91,7 @@ def test_a_batch_has_the_prompts_of_different_slots_padded_on_the_left(make, tok
     for row, shown in zip(batch["input_ids"], mask, strict=True):
         assert row[shown.bool()].tolist() == opening
         assert row[-len(opening) :].tolist() == opening
+    assert batch["raw_prompt_ids"].tolist() == [opening] * 3
     assert torch.equal(batch["position_ids"], (mask.cumsum(1) - 1).clamp(min=0) * mask)
     assert batch["worker_id"].dtype == np.int64
     assert len(set(batch["worker_id"].tolist())) == 3

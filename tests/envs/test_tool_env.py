@@ -19,6 +19,7 @@ from tests.tiers import examples
 from torchrl_mt.chat import ParsedReply
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 from torchrl_mt.envs import Tool, ToolEnv
+from torchrl_mt.envs.tool_env import _MOST_AT_ONCE
 
 OPENING = [{"role": "system", "content": "rules"}, {"role": "user", "content": "3 + 4?"}]
 DATA = {"messages": OPENING, "answer": "7"}
@@ -367,6 +368,43 @@ def test_a_call_that_takes_too_long_is_told_and_the_others_are_answered():
     error = f"error: {{}} did not answer within {LIMIT / 2:g} seconds"
     assert answers(env, *calls, loop=loop) == [error.format("stuck"), error.format("blocked"), "7"]
     late.set()
+
+
+def test_calls_of_a_response_run_in_few_threads_and_are_answered_in_order():
+    gate, lock = threading.Event(), threading.Lock()
+    running, most, number = 0, 0, 5 * _MOST_AT_ONCE
+
+    def count(k: int) -> int:
+        """Count.
+
+        Args:
+            k: the number of the call.
+        """
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait()
+        with lock:
+            running -= 1
+        return k
+
+    env = env_of(count)
+    calls = [call("count", id=str(k), k=k) for k in range(number)]
+
+    async def play():
+        await env.reset(DATA)
+        step = asyncio.ensure_future(env.step("", says("", *calls)))
+        while running < _MOST_AT_ONCE:
+            await asyncio.sleep(0)
+        for _ in range(100):  # Others would begin.
+            await asyncio.sleep(0)
+        gate.set()
+        return await step
+
+    step = run(play())
+    assert [m["content"] for m in step.messages] == [str(k) for k in range(number)]
+    assert most == _MOST_AT_ONCE
 
 
 def test_a_tool_has_a_time_limit_of_its_own():

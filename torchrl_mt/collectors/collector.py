@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -27,7 +28,7 @@ from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 from torchrl_mt._hosts.ray import check_sent_buffer, for_buffer, send_results_compactly
 from torchrl_mt._hosts.torchrl import as_remote
-from torchrl_mt.checks import check_at_least, check_choice, import_extra
+from torchrl_mt.checks import check_at_least, check_choice, did_you_mean, import_extra
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
@@ -213,8 +214,16 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         order = from_keywords("order", ItemOrder, order, fields)
         chat = from_keywords("chat", ChatOptions, chat, fields)
         agents = from_keywords("agents", AgentOptions, agents, fields)
-        if fields:
-            raise TypeError(f"{type(self).__name__} has no argument {', '.join(sorted(fields))}.")
+        for name in sorted(fields):
+            known = [*signature(MultiTurnCollector).parameters, *signature(type(self)).parameters]
+            known += [field for record in (failures, order, chat, agents) for field in vars(record)]
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name}.{did_you_mean(name, known)}"
+            )
+        if limits is not None and not isinstance(limits, Limits):
+            raise TypeError(
+                f"limits must be of class Limits, got {limits!r}: give Limits(max_turns=3), say."
+            )
         if yield_groups and failures.incomplete_groups == "keep":
             failures = replace(failures, incomplete_groups="drop")
         _require_sizes(
@@ -307,6 +316,11 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         Raises:
             RuntimeError: if too many episodes in a row were rejected; its cause is the last failure.
         """
+        if self._next_batch_size() <= 0:
+            _logger.warning(
+                "the collector yields nothing: its total_episodes=%d are all accepted. Make a new one.",
+                self.total_episodes,
+            )
         try:
             while (size := self._next_batch_size()) > 0:
                 if self.rate_limit is not None:

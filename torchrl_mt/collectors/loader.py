@@ -64,15 +64,15 @@ class MultiTurnDataLoader:
     - ``"meta_info"``: array of ``B`` dicts: the ``"uid"`` of the episode, unlike any other, as in
       ``("collector", "traj_ids")``; the ``"turn"``, from 0; the episode's item as ``"data"``; the
       environment's last ``"info"``. With ``env_class`` in cua-bench's form also what the environment
-      tells, its own uid as ``"env_uid"``.
+      tells, its own uid as ``"env_uid"``;
+    - ``"raw_prompt_ids"``: array of ``B`` lists, the prompts without padding, with one placeholder for
+      each image, for servers that expand them.
 
     With a ``processor`` also
 
     - ``"multi_modal_data"``: array of ``B`` dicts, the prompt's PIL images as ``"image"``;
     - ``"multi_modal_inputs"``: array of ``B`` dicts, the same as arguments of the model
       (``"pixel_values"``, and ``"image_grid_thw"`` of Qwen's models); empty without images;
-    - ``"raw_prompt_ids"``: array of ``B`` lists, the prompts with one placeholder for each image, for
-      servers that expand them;
     - ``"position_ids"`` is ``[B, 3, max_prompt_length]`` for models with M-RoPE.
 
     :meth:`async_step` answers. The environment sees the text of every answer, without the token that

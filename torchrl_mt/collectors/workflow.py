@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from torchrl_mt.collectors.areal_result import is_areal_result, read_areal_resul
 from torchrl_mt.collectors.episode import Episode, as_number, is_finite
 from torchrl_mt.engines import Engine
 
-__all__ = ["Rejected", "Workflow", "enter_result"]
+__all__ = ["Rejected", "Workflow", "enter_result", "misuse"]
 
 
 @runtime_checkable
@@ -60,6 +60,15 @@ class Rejected(Exception):
         self.cause = cause
 
 
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def misuse(error: _Error) -> _Error:
+    """Mark an error of code that never does what is asked of it: it ends a run that it begins."""
+    error.is_misuse = True  # type: ignore[attr-defined]
+    return error
+
+
 def enter_result(episode: Episode, result: Any, version: int) -> None:
     """Write a workflow's result into the episode that it played.
 
@@ -82,9 +91,11 @@ def enter_result(episode: Episode, result: Any, version: int) -> None:
         return
     turns = episode.turns
     if not turns:
-        raise ValueError(
-            "a workflow must call the engine at least once, or return a dict with 'input_ids': there "
-            "is nothing to learn from."
+        raise misuse(
+            ValueError(
+                "a workflow or an agent must call the model at least once (a workflow may also return a "
+                "dict with 'input_ids'): there is nothing to learn from."
+            )
         )
     if isinstance(result, torch.Tensor):
         result = result.tolist()
@@ -130,8 +141,11 @@ def _numbers(values: Sequence[Any]) -> list[float]:
         if not isinstance(value, Real) and not (
             isinstance(value, torch.Tensor) and value.numel() == 1
         ):
-            raise TypeError(
-                "a workflow must return None, a number, a list of numbers or a TensorDict, got "
-                f"{type(value).__name__} ({str(value)[:80]}). A dict must have 'input_ids'."
+            raise misuse(
+                TypeError(
+                    "a workflow must return None, a number, a list of numbers or a TensorDict, and an "
+                    f"agent a reward, too, got {type(value).__name__} ({str(value)[:80]}). A "
+                    "workflow's dict must have 'input_ids'."
+                )
             )
     return [as_number(value) for value in values]

@@ -19,14 +19,18 @@ from torchrl_mt.threads import call_user
 
 __all__ = ["ToolEnv"]
 
+_MOST_AT_ONCE = 32
+"""Calls of a response that run at the same time, each of a plain function in a thread."""
+
 
 class ToolEnv(TextEnv):
     """An environment of tools: it answers the model's calls, and rewards the whole dialogue.
 
     The episode's data has the opening messages as ``data["messages"]``. The chat template is given the
     tools' schemas as ``tools``. Every call in a response is answered by a message of role ``"tool"``, in
-    the order of the calls, which run at the same time. A response without a call ends the episode, and
-    ``reward`` judges it. An episode that ends otherwise, by a limit of the collector, has reward 0.
+    the order of the calls. They begin in this order, and at most 32 of a response run at the same time.
+    A response without a call ends the episode, and ``reward`` judges it. An episode that ends otherwise,
+    by a limit of the collector, has reward 0.
 
     The result of a call is text as it is, or else JSON. For models that take images (``processor=`` of
     the collector), it may be an image or a list of texts and images: PIL images,
@@ -247,10 +251,13 @@ class ToolEnv(TextEnv):
     async def _answers(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages that answer the calls, in their order."""
         first, self._calls = self._calls, self._calls + len(calls)
-        tasks = [
-            asyncio.ensure_future(self._answer(call["function"], first + k))
-            for k, call in enumerate(calls)
-        ]
+        slots = asyncio.Semaphore(_MOST_AT_ONCE)  # Given out in the order of the calls.
+
+        async def answer(call: Mapping[str, Any], number: int) -> str | list[dict[str, Any]]:
+            async with slots:
+                return await self._answer(call["function"], number)
+
+        tasks = [asyncio.ensure_future(answer(call, first + k)) for k, call in enumerate(calls)]
         try:
             contents = await asyncio.gather(*tasks)
         finally:

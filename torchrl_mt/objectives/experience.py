@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 
 from torchrl_mt.checks import (
     check_choice,
+    check_is_batch,
     check_positive_finite,
     check_positive_integer,
     find_functions,
@@ -276,7 +277,7 @@ class ExperienceMaker(TensorDictModuleBase):
         check_positive_finite("temperature", temperature)
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
-        self.passes = find_passes(passes, keywords)
+        self.passes = find_passes(passes, keywords, caller=type(self))
         self.actor = actor
         self.ref = ref
         self.critic = critic
@@ -376,6 +377,7 @@ class ExperienceMaker(TensorDictModuleBase):
             The same rows, completed; with ``process`` new ones, those that it left.
 
         Raises:
+            TypeError: If the rows are no TensorDict.
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together; a row is a duplicate or was sampled at another
                 temperature; copies of an episode cannot be told apart; no token was sampled; groups
@@ -386,6 +388,7 @@ class ExperienceMaker(TensorDictModuleBase):
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
             RuntimeError: If this happens on another rank of ``process_group``.
         """
+        check_is_batch("rows", tensordict)
         group = self.process_group
         ranks = None if group is None else AllRanks.of(lambda: self._read(tensordict), group)
         batch = self._read(tensordict) if ranks is None else ranks.mine

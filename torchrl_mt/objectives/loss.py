@@ -20,6 +20,7 @@ from torchrl_mt._hosts.torchrl import loss_mask_keys
 from torchrl_mt.checks import (
     check_choice,
     check_finite,
+    check_is_batch,
     check_positive,
     check_positive_finite,
     check_shape,
@@ -282,7 +283,7 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
-        passes = find_passes(passes, keywords, ("packed", "dtype"))
+        passes = find_passes(passes, keywords, ("packed", "dtype"), type(self))
         self.passes = replace(passes, micro_batch_size=None, micro_batch_tokens=None)
         self._compared = False
         self._set_in_keys()
@@ -402,8 +403,10 @@ class MultiTurnLoss(LossModule):
             ValueError: If entries do not fit together, an entry is not finite on a sampled token or
                 carries a graph, rows were sampled at another temperature, or a model's output has the
                 wrong shape or is not finite.
-            TypeError: If ``total`` is no number or tensor, or the actor returns no logits.
+            TypeError: If the rows are no TensorDict, ``total`` is no number or tensor, or the actor
+                returns no logits.
         """
+        check_is_batch("rows", tensordict)
         check_total(total)
         keys = self.tensor_keys
         names = self._names()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from torchrl_mt.checks import did_you_mean
 
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 """Values of ``dtype``; ``None`` computes in the model's own types."""
@@ -55,8 +57,11 @@ def find_passes(
     passes: Passes | None,
     keywords: Mapping[str, Any],
     known: Sequence[str] = ("packed", "micro_batch_size", "micro_batch_tokens", "dtype"),
+    caller: Callable[..., object] | None = None,
 ) -> Passes:
     """Return ``passes``, or make them of keywords among the ``known`` fields.
+
+    Errors suggest the arguments of ``caller``, too.
 
     Raises:
         TypeError: If both are given, or a keyword is unknown.
@@ -73,6 +78,10 @@ def find_passes(
         raise TypeError(
             f"{unknown[0]} is no argument; give forward passes as passes=Passes(...) or by the keywords "
             f"{', '.join(known)}."
+            + (
+                did_you_mean(unknown[0], known)
+                or (did_you_mean(unknown[0], caller) if caller else "")
+            )
         )
     if passes is None:
         return Passes(**keywords)

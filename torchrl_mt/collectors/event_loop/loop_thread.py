@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks, cancel_all
+from torchrl_mt.collectors.event_loop.watchdog import Watchdog
 from torchrl_mt.threads import when_forgotten
 
 __all__ = ["LoopClosedError", "LoopThread"]
@@ -175,6 +176,8 @@ class _ServedLoop:
     def serve(self) -> None:
         """Run the loop until it is stopped; then fail the futures that are left."""
         error = LoopClosedError("the event loop's thread was closed.")
+        watchdog = Watchdog(self.loop, threading.current_thread())
+        watchdog.start()
         try:
             while not self.stopping:
                 # asyncio raises these out of the loop as well as to the caller who awaits the task.
@@ -186,6 +189,7 @@ class _ServedLoop:
                 f"the event loop's thread has ended for {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
+        watchdog.ended.set()
         with self._lock:
             self.refusal = error
         for future in tuple(self.waiting):

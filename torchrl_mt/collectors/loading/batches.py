@@ -45,6 +45,7 @@ def prompt_batch(
         "position_ids": position_ids(mask),
         "worker_id": np.array([prompt.worker for prompt in prompts], dtype=np.int64),
         "meta_info": _objects(prompt.info for prompt in prompts),
+        "raw_prompt_ids": _objects(list(prompt.token_ids) for prompt in prompts),
     }
     if vision is not None:
         images = [prompt.images for prompt in prompts]

@@ -21,7 +21,7 @@ from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.playing.dialogue import Dialogue
 from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_workflow
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
-from torchrl_mt.collectors.workflow import Rejected, enter_result
+from torchrl_mt.collectors.workflow import Rejected, enter_result, misuse
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import call_env, close_env, takes_message
@@ -196,6 +196,13 @@ async def play_chat(
             turn.env_seconds = time.perf_counter() - begin - turn.model_seconds
             new = await _messages(step.messages, "TextStep.messages must be", env, "step", vision)
             new = name_tool_results(said.message, new)
+            if not (new or step.done or step.history):
+                raise misuse(
+                    ValueError(
+                        "TextStep must have messages, or done=True, got neither from "
+                        f"{type(env).__name__}.step: there is nothing to go on with."
+                    )
+                )
             episode.judged = True
             if recorder.closed:  # The environment ignored the cancellation of the episode.
                 raise LimitReached(StopReason.EPISODE_TIMEOUT)
@@ -248,9 +255,12 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
     args = (response, deepcopy(said.message)) if takes_message(env.step) else (response,)
     step = await within(call_env(env, env.step, *args), seconds, reason)
     if not isinstance(step, TextStep):
-        raise TypeError(
-            f"TextEnv.step must return a TextStep, got {_shown(step)} from {type(env).__name__}.step: "
-            "return torchrl_mt.envs.TextStep(messages, reward=..., done=...)."
+        raise misuse(
+            TypeError(
+                f"TextEnv.step must return a TextStep, got {_shown(step)} from "
+                f"{type(env).__name__}.step: return torchrl_mt.envs.TextStep(messages, reward=..., "
+                "done=...)."
+            )
         )
     return step
 
@@ -265,13 +275,15 @@ async def _messages(
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{expected} {_shown(value)} {source}.")
+        raise misuse(TypeError(f"{expected} {_shown(value)} {source}."))
     messages = list(value)
     has_images = False
     for message in messages:
         if not isinstance(message, Mapping):
-            raise TypeError(f"{expected} {_shown(message)} among them, {source}.")
+            raise misuse(TypeError(f"{expected} {_shown(message)} among them, {source}."))
         content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise misuse(TypeError(f"{expected} one without content ({message!r:.80}) {source}."))
         parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
         for part in parts:
             is_image = is_image_part(part)
@@ -300,11 +312,15 @@ async def _messages(
 def _reward(step: TextStep, env: TextEnv) -> float:
     """The step's reward as a finite float."""
     try:
+        if isinstance(step.reward, str):  # Of which float() would make a number.
+            raise TypeError
         reward = as_number(step.reward)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"TextStep.reward must be a number, got {_shown(step.reward)} from "
-            f"{type(env).__name__}.step."
+        raise misuse(
+            TypeError(
+                f"TextStep.reward must be a number, got {_shown(step.reward)} from "
+                f"{type(env).__name__}.step."
+            )
         ) from None
     if not is_finite(reward):
         raise ValueError(

@@ -48,14 +48,17 @@ class FailureStreak:
         """Record a member that failed.
 
         Raises:
-            RuntimeError: if ``most`` members failed in a row.
+            RuntimeError: if ``most`` members failed in a row, or one by
+                :func:`~torchrl_mt.collectors.workflow.misuse` before any was judged.
         """
         self._length += 1
-        if self._length >= self._most:
+        # Code that does not do what is asked of it in its first episode will not in the next ones.
+        at_once = not self._any_judged and getattr(error, "is_misuse", False)
+        if self._length >= self._most or at_once:
             so_far = "" if self._any_judged else " before the environment had judged any"
+            row = f"{self._length} episodes in a row were" if self._length > 1 else "An episode was"
             raise RuntimeError(
-                f"{self._length} episodes in a row were rejected{so_far}, the last for "
-                f"{type(error).__name__}: {error}."
+                f"{row} rejected{so_far}, the last for {type(error).__name__}: {error}."
             ) from error
 
     def reset(self) -> None:

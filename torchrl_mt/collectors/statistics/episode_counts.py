@@ -171,25 +171,30 @@ class EpisodeCounts:
         }
 
     def watch(self) -> None:
-        """Warn once per episode about a call that takes long. Call this regularly."""
+        """Warn about calls that take long, once per episode and in one line. Call this regularly."""
         now = time.monotonic()
         if now - self._watched < min(_WATCH, _LONG):
             return
         self._watched = now
         with self._lock:
             running = list(self._running.values())
-        for episode in running:
-            seconds, what = episode.calls.longest()
-            if seconds > _LONG and not episode.calls.told:
-                episode.calls.told = True
-                _logger.warning(
-                    "episode %d (task %s) has waited for %s for %.0f seconds. Limits(tool_timeout=..., "
-                    "turn_timeout=...) would end it.",
-                    episode.traj_id,
-                    episode.task_id,
-                    what,
-                    seconds,
-                )
+        calls = [(*episode.calls.longest(), episode) for episode in running]
+        new = [call for call in calls if call[0] > _LONG and not call[2].calls.told]
+        if not new:
+            return
+        for _, _, episode in new:
+            episode.calls.told = True
+        seconds, what, longest = max(new, key=lambda call: call[0])
+        others = f", and so have {len(new) - 1} others for a call" if len(new) > 1 else ""
+        _logger.warning(
+            "episode %d (task %s) has waited for %s for %.0f seconds%s. Limits(tool_timeout=..., "
+            "turn_timeout=...) would end it.",
+            longest.traj_id,
+            longest.task_id,
+            what,
+            seconds,
+            others,
+        )
 
     def load(self, stats: Mapping[str, int]) -> None:
         """Continue from saved :meth:`stats`, without the episodes that were running."""

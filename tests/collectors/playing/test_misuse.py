@@ -1,0 +1,114 @@
+"""Code that does not do what is asked of it ends the run in its first episode, by name."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from torchrl_mt.collectors import Episode, MultiTurnCollector
+from torchrl_mt.collectors.statistics import episode_counts
+from torchrl_mt.envs import TextEnv, TextStep
+
+USER = {"role": "user", "content": "1"}
+
+
+def env(step=None, opening=USER):
+    class Env(TextEnv):
+        inline = True
+
+        def reset(self, data=None):
+            return [opening]
+
+        def step(self, response):
+            return step
+
+    return Env
+
+
+class Agent:
+    def __init__(self, result, asks=True):
+        self.result, self.asks = result, asks
+
+    async def run(self, data, *, base_url, api_key, http_client):
+        if self.asks:
+            await http_client.post("/chat/completions", json={"messages": [USER]})
+        return self.result
+
+
+MISUSES = [
+    (env(TextStep()), "TextStep must have messages, or done=True, got neither from Env.step"),
+    (env(opening={"role": "user"}), "got one without content"),
+    (env(TextStep([{"role": "user"}])), "got one without content .* from Env.step"),
+    (env(TextStep(reward="1", done=True)), r"TextStep.reward must be a number, got str \(1\)"),
+    (env("3"), "TextEnv.step must return a TextStep, got str"),
+    (Agent("4"), r"an agent a reward, too, got str \(4\)"),
+    (Agent(1.0, asks=False), "an agent must call the model at least once"),
+]
+
+
+@pytest.mark.parametrize("max_staleness", [None, 1])
+@pytest.mark.parametrize(("played", "said"), MISUSES)
+def test_it_ends_the_run_at_once(engine, played, said, max_staleness):
+    with (
+        MultiTurnCollector(
+            played, engine, episodes_per_batch=4, max_concurrency=1, max_staleness=max_staleness
+        ) as made,
+        pytest.raises(RuntimeError, match=f"An episode was rejected before .*{said}"),
+    ):
+        next(iter(made))
+    assert made.stats()["started"] <= 5
+
+
+def test_it_rejects_one_episode_where_others_were_judged(engine):
+    class Odd(TextEnv):
+        inline = True
+
+        def reset(self, data=None):
+            self.reward = "1" if data["seed"] == 2 else 1.0
+            return [USER]
+
+        def step(self, response):
+            return TextStep(reward=self.reward, done=True)
+
+    with MultiTurnCollector(Odd, engine, episodes_per_batch=4, max_concurrency=1) as made:
+        assert len(next(iter(made))) == 4
+        assert made.stats()["rejected/TypeError"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"limits": {"max_turns": 3}}, "limits must be of class Limits, got .*give Limits"),
+        ({"max_retrys": 2}, "no argument max_retrys. Did you mean 'max_retries'?"),
+        ({"template_kwarg": {}}, "no argument template_kwarg. Did you mean 'template_kwargs'?"),
+        ({"staleness": "delivry"}, "got 'delivry'. Did you mean 'delivery'?"),
+    ],
+)
+def test_wrong_arguments_are_named(engine, options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        MultiTurnCollector(env(), engine, episodes_per_batch=4, **options)
+
+
+def test_a_finished_collector_says_that_it_yields_nothing(engine, caplog):
+    done = env(TextStep(reward=1.0, done=True))
+    with MultiTurnCollector(done, engine, episodes_per_batch=2, total_episodes=4) as made:
+        assert len(list(made)) == 2
+        assert "yields nothing" not in caplog.text
+        assert list(made) == []
+    assert "the collector yields nothing: its total_episodes=4 are all accepted" in caplog.text
+
+
+def test_many_that_wait_are_one_line(caplog, monkeypatch):
+    monkeypatch.setattr(episode_counts, "_LONG", -1.0)
+    counts = episode_counts.EpisodeCounts()
+    episodes = [Episode({"task_id": k}, traj_id=k) for k in range(128)]
+    with ExitStack() as calls:
+        for episode in episodes:
+            counts.start(episode)
+            calls.enter_context(episode.calls.call("environment", "Slow.step"))
+        counts.watch()
+        counts.watch()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "for Slow.step for" in line
+    assert "and so have 127 others" in line
