@@ -44,7 +44,7 @@ def saying(**message):
 REFUSED = {
     "NaN": (with_(b'"temperature":NaN'), None),
     "NaN below": (with_(b'"chat_template_kwargs":{"a":NaN}'), None),
-    "too large a number": (with_(b'"temperature":1e999'), "temperature"),
+    "too large a number": (with_(b'"temperature":1e999'), None),
     "a huge integer": (with_(b'"temperature":1' + b"0" * 400), "temperature"),
     "nested variables": (with_(b'"chat_template_kwargs":{"a":' + nested(970) + b"}"), None),
     "a nested message": (

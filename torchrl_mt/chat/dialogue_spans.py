@@ -41,7 +41,7 @@ class RenderedDialogue:
     trained: list[list[Span]]
     """For each of them, the parts of that range which the template says are trained; by default all."""
     dropped: list[int]
-    """Indices of the assistant messages of which the template drops a part."""
+    """Indices of the assistant messages of which the template drops a part, or writes it elsewhere."""
     broken: list[int]
     """Indices of the assistant messages that name a token which ends a turn or begins an answer."""
     lost: list[int]
@@ -122,7 +122,11 @@ class DialogueRenderer:
             dialogue.said,
             answers,
             trained=[dialogue.trained(begin, end) for begin, end in answers],
-            dropped=[i for i in dialogue.said if dialogue.marks.dropped(i)],
+            dropped=[
+                i
+                for i, (_, end) in zip(dialogue.said, answers, strict=True)
+                if dialogue.marks.dropped(i) or (dialogue.marks.last(i) or 0) > end
+            ],
             broken=[i for i in dialogue.said if has_breaks and _has_break(dialogue.messages[i])],
             lost=lost,
             endless=[
@@ -190,7 +194,7 @@ class _Dialogue:
         for chosen in (every, self.said):
             if (marks := self._marks_of(chosen)) is not None:
                 return marks
-        single = [marks for i in self.said if (marks := self._marks_of([i])) is not None]
+        single = [marks for i in every if (marks := self._marks_of([i])) is not None]
         blocks = self._marks_of([])
         if blocks is None:
             raise ValueError(
@@ -264,14 +268,14 @@ class _Dialogue:
     def end(self, i: int, begin: int) -> int:
         """Where answer ``i`` ends: after the token that ends its turn, if the template writes one."""
         text, layout, calls = self.text, self._layout, bool(self.messages[i].get("tool_calls"))
-        last = self.marks.last(i)
-        said = begin if last is None else max(last, begin)
+        # Where a template writes a tool's result before the rest of the message, the answer ends there.
+        bound = self.marks.next(i, begin, len(text))
+        said = max(self.marks.last(i, bound) or begin, begin)
         content = self.messages[i].get("content")
         spaces = content[len(content.rstrip()) :] if isinstance(content, str) else ""
         for closing in (layout.closing, spaces + layout.closing):
             if layout.closing and not calls and text.startswith(closing, said):
                 return said + len(closing)
-        bound = self.marks.next(i, said, len(text))
         if (token := layout.ends.search(text, said, bound)) is not None:
             # The closing may be several tokens.
             whole = text.startswith(layout.closing, token.start())
@@ -280,7 +284,8 @@ class _Dialogue:
             return said
         if i == len(self.messages) - 1:
             return len(text)
-        return max(said, common_length(text, self._apply(self.messages[: i + 1])))
+        same = common_length(text, self._apply(self.messages[: i + 1]))
+        return min(max(said, same), bound)
 
     def trained(self, begin: int, end: int) -> list[Span]:
         """The parts of an answer that are trained: all of it, or what the template's blocks say."""

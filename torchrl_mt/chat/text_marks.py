@@ -5,6 +5,7 @@ A text is rendered once more with marks in it. They count only if the rendering 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,14 +113,18 @@ class TextMarks:
         """Where the first text of message ``i`` begins; ``None`` if it is not known."""
         return min(self._of(i), default=None)
 
-    def last(self, i: int) -> int | None:
-        """Where the last text of message ``i`` ends; ``None`` if it is not known."""
-        return max(self._of(i), default=None)
+    def last(self, i: int, bound: float = math.inf) -> int | None:
+        """Where the last text of message ``i`` before ``bound`` ends; ``None`` if it is not known."""
+        return max((at for at in self._of(i) if at <= bound), default=None)
 
     def next(self, i: int, after: int, default: int) -> int:
-        """Where the first text of a later message begins."""
-        later = (at for mark, at in self.places.items() if self.owners[mark] > i and at >= after)
-        return min(later, default=default)
+        """Where the first text of another message begins."""
+        others = (
+            at
+            for mark, at in self.places.items()
+            if at >= after + (self.owners[mark] < i) and self.owners[mark] != i
+        )
+        return min(others, default=default)
 
     def dropped(self, i: int) -> bool:
         """Whether the template has dropped a text of message ``i``."""
