@@ -7,7 +7,7 @@ read them, and recursive code cannot follow them.
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 __all__ = ["MAX_DEPTH", "check_json", "read_json"]
 
@@ -29,14 +29,14 @@ def read_json(text: str | bytes) -> Any:
         ...     try:
         ...         read_json(text)
         ...     except ValueError as error:
-        ...         print(error)
-        NaN is no JSON
-        it has a number that is not finite
-        it has half a character (a surrogate)
+        ...         print(str(error)[:43])
+        Out of range float values are not JSON comp
+        Out of range float values are not JSON comp
+        'utf-8' codec can't encode character '\ud83
         it is nested too deeply
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     check_json(value)
@@ -55,12 +55,8 @@ def check_json(value: Any) -> None:
         text.encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("it has half a character (a surrogate)") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
-    except ValueError:
-        raise ValueError("it has a number that is not finite") from None
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     level = [value]
@@ -75,7 +71,3 @@ def _inside(value: Any) -> Any:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (list, tuple)) else ()
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

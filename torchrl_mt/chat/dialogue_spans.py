@@ -205,21 +205,21 @@ class _Dialogue:
 
     def _marks_of(self, chosen: Iterable[int]) -> TextMarks | None:
         messages = list(self.messages)
-        owners: list[int] = []
-        names: set[int] = set()
+        owners: list[tuple[int, bool]] = []
         for i in chosen:
-            messages[i] = with_marks(messages[i], i, owners, names)
+            messages[i] = with_marks(messages[i], i, owners)
         try:
             marked = self._apply(messages, source=self._layout.marked)
         except Exception:
             return None
-        return TextMarks.found(marked, self.text, owners, names, has_blocks=self._layout.has_blocks)
+        return TextMarks.found(marked, self.text, owners, has_blocks=self._layout.has_blocks)
 
     def lost(self) -> list[int]:
         """Indices of the messages, but the assistant's, of whose texts the template writes nothing."""
         found = self.marks.lost()
+        marked = {owner for owner, _, _ in self.marks.texts}
         for i, message in enumerate(self.messages):
-            if i not in self.marks.owners and str(message.get("content")).strip() not in self.text:
+            if i not in marked and str(message.get("content")).strip() not in self.text:
                 marks = self._marks_of([i])
                 found |= set() if marks is None else marks.lost()
         return sorted(found.difference(self.said))

@@ -18,14 +18,8 @@ __all__ = ["TURN_ENDS", "ReplyFamily", "family_of"]
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
     *("<end_of_turn>", "<turn|>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>"),
-    *(
-        "<｜end▁of▁sentence｜>",
-        "<|end_of_sentence|>",
-        "<|endoftext|>",
-        "<|observation|>",
-        "<|user|>",
-    ),
-    "<|tool_response>",
+    *("<｜end▁of▁sentence｜>", "<|end_of_sentence|>", "<|endoftext|>", "<|observation|>"),
+    *("<|user|>", "<|tool_response>"),
 )
 """Tokens that end a turn and may differ from the tokenizer's ``eos_token``."""
 
@@ -89,8 +83,7 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
         ("<tool_call>", "<function="),
         n.elements("<tool_call>", "</tool_call>", *_XML, lines=True),
     ),
-    ("cohere", ("<|START_ACTION|>",), n.cohere),
-    ("cohere", ("<|START_RESPONSE|>",), n.cohere),
+    *(("cohere", (mark,), n.cohere) for mark in ("<|START_ACTION|>", "<|START_RESPONSE|>")),
     ("mistral", ("[TOOL_CALLS]",), n.mistral),
     ("lfm", ("<|tool_call_start|>",), n.python_block("<|tool_call_start|>", "<|tool_call_end|>")),
     ("phi", ("<|/tool_call|>",), n.json_calls("<|tool_call|>", "<|/tool_call|>")),

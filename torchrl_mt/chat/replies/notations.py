@@ -98,12 +98,12 @@ def elements(
             if lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             if is_text == "":
-                value = types.value(name, _name(key), value)
+                value = types.value(name, key.strip(), value)
             elif is_text == "false":
                 value = read_json(value)
             elif is_text != "true":
                 raise MalformedError(f"not understood: {is_text[:80]!r}")
-            arguments[_name(key)] = value
+            arguments[key.strip()] = value
         return arguments
 
     def read_calls(body: str, types: ToolTypes) -> Calls:
@@ -111,11 +111,11 @@ def elements(
         if call is None:
             head, *rest = body.partition(begin)
             scan = Scanner("".join(rest))
-            calls.append(make_call(head, read_arguments(scan, _name(head), types)))
+            calls.append(make_call(head, read_arguments(scan, head.strip(), types)))
         else:
             scan = Scanner(body)
             while scan.takes(call[0]):
-                name = _name(scan.until(call[1]))
+                name = scan.until(call[1]).strip()
                 calls.append(make_call(name, read_arguments(scan, name, types)))
                 scan.expect(call[2])
         if not scan.is_done():
@@ -123,14 +123,6 @@ def elements(
         return calls
 
     return _blocks(opening, closing, read_calls)
-
-
-def _name(text: str) -> str:
-    """A name in an element."""
-    name = text.strip()
-    if not name or "\n" in name or '"' in name:
-        raise MalformedError(f"no name: {name[:80]!r}")
-    return name
 
 
 def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
