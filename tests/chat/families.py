@@ -978,6 +978,43 @@ GEMMA4 = Family(
     thinks=True,
 )
 
+_GEMMA4_SAYS = GEMMA4.template[: GEMMA4.template.index("{%- set ns = namespace(last_user")]
+GEMMA4_PLAIN = Family(
+    "Gemma 4, results before contents",
+    _GEMMA4_SAYS
+    + """
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|turn>user\n' + message.content | trim + '<turn|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|turn>model\n' }}
+        {%- set tool_calls = message.tool_calls or [] %}
+        {%- for tool_call in tool_calls %}
+            {{- '<|tool_call>call:' + tool_call.function.name -}}{{- format_argument(tool_call.function.arguments) }}{{- '<tool_call|>' }}
+        {%- endfor %}
+        {%- set ns = namespace(follows=true, answered=false) %}
+        {%- for result in messages[loop.index0 + 1:] if tool_calls %}
+            {%- if result.role != 'tool' %}{%- set ns.follows = false %}{%- endif %}
+            {%- if ns.follows %}
+                {%- set ns.answered = true %}
+                {{- '<|tool_response>response:' + (result.name or 'unknown') + '{value:' -}}{{- format_argument(result.content) }}{{- '}<tool_response|>' }}
+            {%- endif %}
+        {%- endfor %}
+        {{- strip_thinking(message.content or '') }}
+        {{- '' if ns.answered and not message.content else '<turn|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{%- endif %}""",
+    stop="<turn|>",
+    eos="<eos>",
+    bos="<bos>",
+    special=GEMMA4.special,
+    say=gemma,
+    call_stop="<|tool_response>",
+    stable=False,
+)
+"""It writes what is said beside a call after the call's result."""
+
 _LLAMA = {
     "stop": "<|eot_id|>",
     "eos": "<|eot_id|>",

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.families import FAMILIES
+from tests.chat.families import FAMILIES, GEMMA4_PLAIN
 from tests.chat.families_in_play import kinds, lines, play, tokenizer_of
 from tests.chat.templates import (
     CHATML,
@@ -25,6 +25,7 @@ from tests.chat.templates import (
     byte_level,
     sentence_piece,
 )
+from tests.tiers import few_or_many
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -131,6 +132,72 @@ def test_what_is_around_answers_is_what_a_played_episode_has_around_them(family,
     # After the last answer, an episode has nothing.
     assert runs_outside(ids, trained)[:2] == runs_outside(played, sampled)[:2]
     assert trained.count(True) > len(trained) // 9
+
+
+OTHERS = "§"
+"""A word of everybody but the assistant."""
+
+
+@st.composite
+def talks_with_tools(draw):
+    """A dialogue in which every text of others is marked, and what the assistant says is any."""
+    says = st.sampled_from(["", "8", "Wait. So", "a\nb", "<think>hm</think>8"])
+    theirs = st.sampled_from([f"{OTHERS} 3", f'{{"{OTHERS}": [1]}}', f"8 {OTHERS}\n", OTHERS])
+    talk = [{"role": "system", "content": OTHERS}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        talk.append(user(draw(theirs)))
+        for _ in range(draw(st.integers(0, 2))):
+            names = draw(st.lists(st.sampled_from(["look", "find"]), min_size=1, max_size=2))
+            calls = [
+                {
+                    "type": "function",
+                    "id": f"call{len(talk):04}{k}",
+                    "function": {"name": n, "arguments": {"q": "a"}},
+                }
+                for k, n in enumerate(names)
+            ]
+            extra = {"reasoning_content": "so"} if draw(st.booleans()) else {}
+            talk.append(said(draw(says), tool_calls=calls, **extra))
+            talk += [
+                {
+                    "role": "tool",
+                    "content": draw(theirs),
+                    "tool_call_id": c["id"],
+                    "name": c["function"]["name"],
+                }
+                for c in calls
+            ]
+        talk.append(said(draw(says)))
+    return talk if draw(st.booleans()) else talk[:-1]
+
+
+@few_or_many(20, 300)
+def test_no_token_of_others_is_ever_trained(examples):
+    settings(max_examples=examples)(given(st.data())(check_that_no_token_of_others_is_trained))()
+
+
+def check_that_no_token_of_others_is_trained(data):
+    family = data.draw(st.sampled_from([*FAMILIES, *[GEMMA4_PLAIN] * 9]))
+    talk = data.draw(talks_with_tools())
+    tokenizer = tokenizer_of(family)
+    try:
+        ids, trained = mask_of(tokenizer, talk)
+    except ValueError:
+        return  # The template refuses such a dialogue.
+    text = tokenizer.decode([token for token, here in zip(ids, trained, strict=True) if here])
+    assert OTHERS not in text
+    assert "tool_response>response" not in text
+
+
+def test_what_is_written_after_a_tools_result_is_not_trained():
+    call = {"type": "function", "function": {"name": "look", "arguments": {"q": "a"}}}
+    talk = [user("go"), said("Wait.", tool_calls=[call]), {"role": "tool", "content": "SECRET 3"}]
+    for last in ([], [said("done")]):
+        trained, dialogue = answers_of(GEMMA4_PLAIN, [*talk, *last])
+        first = '<|tool_call>call:look{q:<|"|>a<|"|>}<tool_call|><|tool_response>'
+        assert trained == [first, *("done<turn|>" for _ in last)]
+        assert dialogue.dropped == [1]
+        assert dialogue.endless == []
 
 
 @pytest.mark.parametrize("shape", [QWEN3, QWEN3_OPENS], ids=lambda shape: shape.name)

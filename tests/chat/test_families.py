@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 from tests.collectors.scripted import ScriptedEngine
 from tests.collectors.test_pages import DOCS, code_of
 from tests.tiers import few_or_many
-from torchrl_mt.chat.replies import parse_tool_calls
+from torchrl_mt.chat.assistant_messages import name_tool_results
+from torchrl_mt.chat.replies import ReplyParser, parse_tool_calls
+from torchrl_mt.chat.replies.scanner import Scanner
+from torchrl_mt.chat.replies.tool_calls import python_calls
 from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -30,6 +35,7 @@ from .families_in_play import (
 )
 from .families_table import table
 from .templates import ROUNDS, byte_level
+from .worst_replies import replies, written
 
 TOOLS = [
     {
@@ -280,6 +286,173 @@ def test_a_reply_of_which_a_part_cannot_be_read_is_plain_content(broken):
     for text in (f"Wait. {broken}", f"<think>\nhm\n</think>\n\nWait. {broken}"):
         reply = parse_tool_calls(text + "<|im_end|>", tokenizer_of(FAMILIES[1]))
         assert reply.message() == {"role": "assistant", "content": text}
+
+
+NO_JSON = ("NaN", "-Infinity", "1e999", "-1E999", '"\\ud83d"', "[" * 70 + "]" * 70, "[" * 9999)
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=lambda value: value[:9])
+@pytest.mark.parametrize("family", CALLING, ids=lambda family: family.name)
+def test_what_no_program_can_read_is_never_an_argument(family, value):
+    """Such a reply is plain content, unless the notation takes the value for text."""
+    said = family.say({"role": "assistant", "content": "", "tool_calls": [call("look", n=7771)]})
+    text = said.replace("7771", value)
+    reply = parse_tool_calls(text, tokenizer_of(family), TOOLS)
+    json.dumps(reply.message(), allow_nan=False, ensure_ascii=False).encode()
+    if reply.tool_calls:
+        assert reply.tool_calls[0]["function"]["arguments"] == {"n": value}
+    else:
+        assert reply.content == text
+
+
+@pytest.mark.parametrize("family", CALLING, ids=lambda family: family.name)
+def test_the_deepest_call_goes_into_the_next_prompt(family):
+    tokenizer, chat = tokenizer_of(family), ChatTokens(tokenizer_of(family))
+    dialogue = [{"role": "user", "content": "guess"}]
+    prompt = chat.open(dialogue)
+    for depth in range(70, 0, -1):
+        x = json.loads("[" * depth + "]" * depth)
+        message = {**kinds(family)["call"], "tool_calls": [call("look", x=x)]}
+        text = family.say(message)
+        ids = tokenizer(text + family.stop, add_special_tokens=False)["input_ids"]
+        answer = chat.read(ids, prompt_ids=prompt, messages=dialogue)
+        if answer.message.get("tool_calls"):
+            break
+    assert depth > 50
+    dialogue.append(answer.in_dialogue)
+    new = name_tool_results(answer.in_dialogue, [{"role": "tool", "content": "8"}])
+    assert chat.next_prompt(dialogue, new, prompt, ids, last_token=ids[-1])
+
+
+@pytest.mark.parametrize(
+    "id", ["0", "look", "functions.look", "look:", "functions.:0", "look:a", ":0"]
+)
+def test_an_id_without_name_and_number_is_no_call_of_kimi(id):
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    text = f"{begin}<|tool_call_begin|>{id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>{end}"
+    reply = parse_tool_calls(text, tokenizer_of(NAMED["Kimi K2"]))
+    assert (reply.content, reply.tool_calls) == (text, [])
+    named = parse_tool_calls(
+        text.replace(f">{id}<", ">functions.a.b:1<"), tokenizer_of(NAMED["Kimi K2"])
+    )
+    assert named.tool_calls == [{**call("a.b"), "id": "functions.a.b:1"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("Qwen3", "</tool_call>"),
+        ("Phi-4-mini", "<|/tool_call|>"),
+        ("Command R7B", "<|END_ACTION|>"),
+    ],
+)
+def test_a_complete_call_may_lack_its_last_mark(name, closing):
+    """As vLLM reads it: a stop string may have taken it."""
+    family = NAMED[name]
+    message = kinds(family)["calls"]
+    text = family.say(message).rstrip()
+    assert text.endswith(closing)
+    for end in ("", "\n"):
+        reply = parse_tool_calls(text.removesuffix(closing) + end, tokenizer_of(family))
+        assert without_ids(reply.message()) == message
+    for end in (closing[:-1], " and", text):
+        reply = parse_tool_calls(text.removesuffix(closing) + end, tokenizer_of(family))
+        assert not reply.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        (r'''a='\'\\\n\x41\u00e9\d', b="it's"''', {"a": "'\\\nA\u00e9\\d", "b": "it's"}),
+        (
+            "a = '''one\ntwo's''', b = {'k': [None, true, -1.5e-3,]},",
+            {"a": "one\ntwo's", "b": {"k": [None, True, -1.5e-3]}},
+        ),
+        ("", {}),
+    ],
+)
+def test_calls_in_pythons_notation(given, arguments):
+    for text in (f"[look({given})]", f"look({given})", f"[look(\n{given}\n)]"):
+        assert python_calls(text) == [call("look", **arguments)]
+    assert python_calls(f"find(a=1)\nlook({given})") == [
+        call("find", a=1),
+        call("look", **arguments),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("f(1)", "f('a')", "f('a', 1)", "f(a)", "f(a=b)", "f(a=g())", "f(a=1, a=1)", "f(a={b=1})"),
+        *(
+            "f(a=[b=1])",
+            "f(a=1",
+            "f)",
+            "[f(a=1)",
+            "f(a='1)",
+            "f(a='\n')",
+            "f(a=(1))",
+            "f(**{})",
+            "f(a==1)",
+        ),
+        *(
+            '[["a", 1]]',
+            "1f()",
+            "f.1()",
+            "f()()",
+            "f(a=1 b=2)",
+            "f(a=1e999)",
+            r"f(a='\ud83d')",
+            "f(a=''b'')",
+        ),
+    ],
+)
+def test_what_is_no_call_in_pythons_notation(text):
+    with pytest.raises(ValueError):
+        python_calls(text)
+
+
+@few_or_many(20, 200)
+def test_no_character_is_read_many_times(examples):
+    """What the scanner reads of a reply is bounded by its length, whatever is repeated in it."""
+    read = 0
+    names = ("is_done", "before", "rest", "json")
+    plain = {name: getattr(Scanner, name) for name in names}
+
+    def counting(name):
+        def counted(self, *args):
+            nonlocal read
+            before, found = self.at, None
+            try:
+                found = plain[name](self, *args)
+                return found
+            finally:
+                read += (len(self.text) if found is None else self.at) - before + 1
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            patched.setattr(Scanner, name, counting(name))
+        for family in CALLING:
+            parser = ReplyParser(tokenizer_of(family))
+            for reply in replies(family, examples, lambda: None):
+                read, text = 0, written(reply, 2000)
+                parser.parse(text, None)
+                assert read <= 8 * len(text) + 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of processes")
+def test_the_slowest_replies_that_a_search_finds_take_linear_time():
+    """For each notation, 1 MB of the worst reply: the pattern of a call would take hours."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (400, 400));"
+        "from tests.chat.worst_replies import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == len(FAMILIES) + 1
 
 
 RESPONSE_TEMPLATE = {

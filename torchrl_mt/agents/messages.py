@@ -9,6 +9,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from torchrl_mt.strict_json import read_json
 from torchrl_mt.vision import (
     StoredImage,
     VisionProcessor,
@@ -183,6 +184,6 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return read_json(arguments)
+    except ValueError:
         return arguments

@@ -6,7 +6,6 @@ Existing ``async`` code runs as a workflow, without a socket, and every token is
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 
 from torchrl_mt.agents.conversation import ChatTokensCache, Conversation, Prompt
-from torchrl_mt.agents.requests import ChatRequest, RequestError, read_chat
+from torchrl_mt.agents.requests import ChatRequest, RequestError, decoded, read_chat
 from torchrl_mt.agents.responses import chat_completion, event_stream, model_list
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
 from torchrl_mt.collectors.settings import ChatOptions
@@ -97,7 +96,7 @@ class _InProcess(httpx.AsyncBaseTransport):
             return httpx.Response(200, json=model_list(["policy"]))
         if (method, path) != ("POST", "/v1/chat/completions"):
             raise RequestError(f"{method} {path} is not answered here.", status=404)
-        chat = read_chat(json.loads(await request.aread()), several=True)
+        chat = read_chat(decoded(await request.aread()), several=True)
         body = await self._complete(chat)
         if not chat.stream:
             return httpx.Response(200, json=body)

@@ -13,8 +13,9 @@ from typing import Any
 from torchrl_mt.agents.messages import check_content
 from torchrl_mt.engines.sampling import checked_number
 from torchrl_mt.engines.stop_strings import checked_stop
+from torchrl_mt.strict_json import read_json
 
-__all__ = ["ChatRequest", "RequestError", "TokensRequest", "read_chat", "read_tokens"]
+__all__ = ["ChatRequest", "RequestError", "TokensRequest", "decoded", "read_chat", "read_tokens"]
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
 """Fields that are passed to the engine as they are."""
@@ -113,6 +114,21 @@ class ChatRequest(_Request):
     """Number of replies."""
     logprobs: bool = False
     """Whether to return the log-probability of each token."""
+
+
+def decoded(content: bytes) -> dict[str, Any]:
+    """Decode a request's body.
+
+    Raises:
+        RequestError: if it is no JSON object.
+    """
+    try:
+        body = read_json(content.decode())
+    except ValueError as error:
+        raise RequestError(f"the body must be JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
+    return body
 
 
 def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:

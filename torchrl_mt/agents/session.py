@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +20,7 @@ from torchrl_mt.agents.requests import (
     ChatRequest,
     RequestError,
     TokensRequest,
+    decoded,
     read_chat,
     read_tokens,
 )
@@ -35,7 +34,6 @@ from torchrl_mt.vision import StoredImage
 __all__ = ["Call", "Model", "Session"]
 
 _Body = dict[str, Any]
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Model:
@@ -222,7 +220,7 @@ class Session:
     async def _answer(self, call: Call, kind: str, content: bytes) -> _Body:
         """Answer a request; its task."""
         try:
-            body = _decoded(content)
+            body = decoded(content)
             call.request = self._share_messages(body)
             if kind == "chat":
                 call.response = await self._answer_chat(read_chat(body), call)
@@ -322,28 +320,7 @@ def ended() -> RequestError:
     return RequestError("the episode of this key has ended.", status=409, code="session_ended")
 
 
-def _decoded(content: bytes) -> _Body:
-    """Decode a request's body.
-
-    Raises:
-        RequestError: if it is no JSON object.
-    """
-    try:
-        body = json.loads(content.decode(), parse_constant=_refuse_constant)
-        if _SURROGATE.search(content):  # Half a character, which nothing can encode.
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body must be JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}.")
-    return body
-
-
 def _is_same(old: Any, new: Any) -> bool:
     """Whether equal JSON values are the same: ``True`` equals 1, but is another value."""
     is_flat = isinstance(old, Mapping) and all(type(value) is str for value in old.values())
     return is_flat or repr(old) == repr(new)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")

@@ -101,57 +101,36 @@ class AssistantMessages:
             calls = _with_arguments([trial_call(0, family)], json_text=json_text)
             return {"content": "", "tool_calls": calls}
 
-        self._json_arguments = next(
-            (form for form in (False, True) if writes(TOOL, ARGUMENT, **calling(json_text=form))),
-            None,
+        self.argument_type = next(
+            (t for t in (dict, str) if writes(TOOL, ARGUMENT, **calling(json_text=t is str))), None
         )
-        """Whether the template wants arguments as JSON text; ``None`` if it writes no calls."""
-        call = calling(json_text=self._json_arguments) if self._json_arguments is not None else {}
+        """Type of calls' arguments in the template; ``None`` if it writes no calls."""
+        call = calling(json_text=self.argument_type is str) if self.argument_type else {}
         plain = [name for name in THOUGHT_FIELDS if writes(THOUGHT, **{name: THOUGHT})]
         called = [
             name for name in THOUGHT_FIELDS if call and writes(THOUGHT, **call, **{name: THOUGHT})
         ]
-        self._thoughts = next(iter([*plain, *called]), None)
-        """The field for thoughts."""
+        self.thought_field = next(iter([*plain, *called]), None)
+        """The template's field for thoughts; ``None`` if it has none."""
         self._drops_thoughts, self._drops_thoughts_of_calls = not plain, not called
         answer = {**call, "content": content}
         self._drops_content_of_calls = bool(call) and not writes(content, ARGUMENT, **answer)
         self._takes_both = (
             not call
-            or self._thoughts is None
-            or writes(THOUGHT, **answer, **{self._thoughts: THOUGHT})
+            or self.thought_field is None
+            or writes(THOUGHT, **answer, **{self.thought_field: THOUGHT})
         )
         """Whether an answer with calls may have both thoughts and content."""
 
     @property
-    def takes_thoughts(self) -> bool:
-        """Whether the template has a field for thoughts."""
-        return self._thoughts is not None
-
-    @property
-    def thought_field(self) -> str | None:
-        """The template's field for thoughts; ``None`` if it has none."""
-        return self._thoughts
-
-    @property
-    def argument_type(self) -> type | None:
-        """Type of calls' arguments in the template; ``None`` if it writes no calls."""
-        return {None: None, False: dict, True: str}[self._json_arguments]
-
-    @property
-    def takes_calls(self) -> bool:
-        """Whether the template writes calls."""
-        return self._json_arguments is not None
-
-    @property
     def drops_thoughts(self) -> bool:
         """Whether the template has a field for thoughts, but drops those of answers without calls."""
-        return self.takes_thoughts and self._drops_thoughts
+        return self.thought_field is not None and self._drops_thoughts
 
     def loses(self, message: Mapping[str, Any]) -> bool:
         """Whether the template drops one of this message's fields."""
         calls = bool(message.get("tool_calls"))
-        if self._thoughts is not None and message.get(self._thoughts):
+        if self.thought_field is not None and message.get(self.thought_field):
             return self._drops_thoughts_of_calls if calls else self._drops_thoughts
         return calls and bool(message["content"]) and self._drops_content_of_calls
 
@@ -164,21 +143,21 @@ class AssistantMessages:
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.tool_calls:
-            if self._json_arguments is None:
+            if self.argument_type is None:
                 return {**message, "content": text}
             message["tool_calls"] = _with_arguments(
-                reply.tool_calls, json_text=self._json_arguments
+                reply.tool_calls, json_text=self.argument_type is str
             )
         if reply.reasoning is None:
             return message
-        if self._thoughts is None:
+        if self.thought_field is None:
             inline = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.content}"
             return {**message, "content": inline if reply.tool_calls else text}
         thoughts = reply.reasoning
         if reply.tool_calls and reply.content and not self._takes_both:
             # OpenAI's template accepts only one of the two before a call.
             thoughts, message["content"] = "\n".join([thoughts, reply.content]), ""
-        return {**message, self._thoughts: thoughts}
+        return {**message, self.thought_field: thoughts}
 
 
 def _with_arguments(calls: Sequence[Mapping[str, Any]], *, json_text: bool) -> list[dict[str, Any]]:

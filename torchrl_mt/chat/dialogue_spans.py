@@ -41,7 +41,7 @@ class RenderedDialogue:
     trained: list[list[Span]]
     """For each of them, the parts of that range which the template says are trained; by default all."""
     dropped: list[int]
-    """Indices of the assistant messages of which the template drops a part."""
+    """Indices of the assistant messages of which the template drops a part, or writes it elsewhere."""
     broken: list[int]
     """Indices of the assistant messages that name a token which ends a turn or begins an answer."""
     lost: list[int]
@@ -122,7 +122,11 @@ class DialogueRenderer:
             dialogue.said,
             answers,
             trained=[dialogue.trained(begin, end) for begin, end in answers],
-            dropped=[i for i in dialogue.said if dialogue.marks.dropped(i)],
+            dropped=[
+                i
+                for i, (_, end) in zip(dialogue.said, answers, strict=True)
+                if dialogue.marks.dropped(i) or (dialogue.marks.last(i) or 0) > end
+            ],
             broken=[i for i in dialogue.said if has_breaks and _has_break(dialogue.messages[i])],
             lost=lost,
             endless=[
@@ -190,7 +194,7 @@ class _Dialogue:
         for chosen in (every, self.said):
             if (marks := self._marks_of(chosen)) is not None:
                 return marks
-        single = [marks for i in self.said if (marks := self._marks_of([i])) is not None]
+        single = [marks for i in every if (marks := self._marks_of([i])) is not None]
         blocks = self._marks_of([])
         if blocks is None:
             raise ValueError(
@@ -201,21 +205,21 @@ class _Dialogue:
 
     def _marks_of(self, chosen: Iterable[int]) -> TextMarks | None:
         messages = list(self.messages)
-        owners: list[int] = []
-        names: set[int] = set()
+        owners: list[tuple[int, bool]] = []
         for i in chosen:
-            messages[i] = with_marks(messages[i], i, owners, names)
+            messages[i] = with_marks(messages[i], i, owners)
         try:
             marked = self._apply(messages, source=self._layout.marked)
         except Exception:
             return None
-        return TextMarks.found(marked, self.text, owners, names, has_blocks=self._layout.has_blocks)
+        return TextMarks.found(marked, self.text, owners, has_blocks=self._layout.has_blocks)
 
     def lost(self) -> list[int]:
         """Indices of the messages, but the assistant's, of whose texts the template writes nothing."""
         found = self.marks.lost()
+        marked = {owner for owner, _, _ in self.marks.texts}
         for i, message in enumerate(self.messages):
-            if i not in self.marks.owners and str(message.get("content")).strip() not in self.text:
+            if i not in marked and str(message.get("content")).strip() not in self.text:
                 marks = self._marks_of([i])
                 found |= set() if marks is None else marks.lost()
         return sorted(found.difference(self.said))
@@ -264,14 +268,14 @@ class _Dialogue:
     def end(self, i: int, begin: int) -> int:
         """Where answer ``i`` ends: after the token that ends its turn, if the template writes one."""
         text, layout, calls = self.text, self._layout, bool(self.messages[i].get("tool_calls"))
-        last = self.marks.last(i)
-        said = begin if last is None else max(last, begin)
+        # Where a template writes a tool's result before the rest of the message, the answer ends there.
+        bound = self.marks.next(i, begin, len(text))
+        said = max(self.marks.last(i, bound) or begin, begin)
         content = self.messages[i].get("content")
         spaces = content[len(content.rstrip()) :] if isinstance(content, str) else ""
         for closing in (layout.closing, spaces + layout.closing):
             if layout.closing and not calls and text.startswith(closing, said):
                 return said + len(closing)
-        bound = self.marks.next(i, said, len(text))
         if (token := layout.ends.search(text, said, bound)) is not None:
             # The closing may be several tokens.
             whole = text.startswith(layout.closing, token.start())
@@ -280,7 +284,8 @@ class _Dialogue:
             return said
         if i == len(self.messages) - 1:
             return len(text)
-        return max(said, common_length(text, self._apply(self.messages[: i + 1])))
+        same = common_length(text, self._apply(self.messages[: i + 1]))
+        return min(max(said, same), bound)
 
     def trained(self, begin: int, end: int) -> list[Span]:
         """The parts of an answer that are trained: all of it, or what the template's blocks say."""

@@ -91,12 +91,12 @@ def _breaks_of_fields(template: ChatTemplate, with_tools: bool) -> Iterator[str]
     answers, call = template.answers, trial_call(0, template.parser.family)
     results = name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])
     replies: dict[str, tuple[ParsedReply, list[str]]] = {}
-    if answers.takes_thoughts:
+    if answers.thought_field:
         replies["an answer with thoughts"] = ParsedReply(ANSWER, THOUGHT), [THOUGHT, ANSWER]
-    if answers.takes_calls and with_tools:
+    if answers.argument_type and with_tools:
         calling = ParsedReply("", None, [call])
         replies["an answer that calls a tool"] = calling, [ARGUMENT]
-        if answers.takes_thoughts:
+        if answers.thought_field:
             calling = ParsedReply("", THOUGHT, [call])
             name = "an answer that calls a tool, with its thinking"
             replies[name] = calling, [THOUGHT, ARGUMENT]

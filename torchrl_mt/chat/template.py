@@ -291,7 +291,7 @@ class ChatTemplate:
 
     def _find_whether_calls_are_local(self) -> bool:
         """Whether the rendering of tools' results does not depend on messages before the call."""
-        if not self.answers.takes_calls:
+        if not self.answers.argument_type:
             return False
         turns = []
         for k in (0, 1):

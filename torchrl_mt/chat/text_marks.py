@@ -5,6 +5,7 @@ A text is rendered once more with marks in it. They count only if the rendering 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +25,18 @@ OPENING = re.compile(rf"\s*((?:(?:{_THOUGHT_TAGS.pattern})\s*)*)")
 
 
 def with_marks(
-    message: Mapping[str, Any], i: int, owners: list[int], names: set[int]
+    message: Mapping[str, Any], i: int, owners: list[tuple[int, bool]]
 ) -> dict[str, Any]:
     """A message with marks in its texts; the number of each mark is its place in ``owners``.
 
-    Marks of the names of calls are added to ``names``.
+    They get the message's index, and whether it is a mark of the name of a call.
     """
 
-    def mark() -> str:
-        owners.append(i)
-        return f"\ufdd1{len(owners) - 1}\ufdd2"
+    def around(text: Any, *, is_name: bool = False) -> Any:
+        def mark() -> str:
+            owners.append((i, is_name))
+            return f"\ufdd1{len(owners) - 1}\ufdd2"
 
-    def around(text: Any) -> Any:
         if not isinstance(text, str) or not text.strip():
             return text
         pieces = _THOUGHT_TAGS.split(text)
@@ -54,9 +55,7 @@ def with_marks(
     if message.get("role") == "assistant" and message.get("tool_calls"):
         calls = [dict(call) for call in message["tool_calls"]]
         function = dict(calls[-1].get("function", calls[-1]))
-        texts = len(owners)
-        function["name"] = around(function.get("name"))
-        names.update(range(texts, len(owners)))
+        function["name"] = around(function.get("name"), is_name=True)
         calls[-1] = {**calls[-1], "function": function} if "function" in calls[-1] else function
         out["tool_calls"] = calls
     return out
@@ -66,17 +65,14 @@ def with_marks(
 class TextMarks:
     """Positions of the texts of messages and of the template's blocks, in characters."""
 
-    owners: list[int]
-    """Index of the message of each mark."""
-    names: set[int]
-    """Marks of the names of calls, which templates may write as a part of ids."""
-    places: dict[int, int]
-    """Position of each mark that the template has kept."""
+    texts: list[tuple[int, bool, int | None]]
+    """For each mark: the index of its message, whether it is of the name of a call, which templates may
+    write as a part of ids, and its position, if the template has kept it."""
     blocks: list[tuple[int, int]]
 
     @classmethod
     def found(
-        cls, marked: str, text: str, owners: list[int], names: set[int], *, has_blocks: bool
+        cls, marked: str, text: str, owners: list[tuple[int, bool]], *, has_blocks: bool
     ) -> TextMarks | None:
         """The marks in a text; ``None`` if it differs from ``text`` by more than them."""
         places: dict[int, int] = {}
@@ -91,46 +87,39 @@ class TextMarks:
                 edges.append(at)
         if _MARK.sub("", marked) != text or (edges and not has_blocks) or len(edges) % 2:
             return None
-        return cls(owners, names, places, list(zip(edges[::2], edges[1::2], strict=True)))
+        texts = [(*owner, places.get(mark)) for mark, owner in enumerate(owners)]
+        return cls(texts, list(zip(edges[::2], edges[1::2], strict=True)))
 
     @classmethod
     def joined(cls, parts: Sequence[TextMarks]) -> TextMarks:
         """Marks of several renderings as one; the blocks of the first."""
-        owners = [owner for part in parts for owner in part.owners]
-        starts = [sum(len(part.owners) for part in parts[:k]) for k in range(len(parts))]
-        places = {
-            start + mark: at
-            for start, part in zip(starts, parts, strict=True)
-            for mark, at in part.places.items()
-        }
-        names = {
-            start + mark for start, part in zip(starts, parts, strict=True) for mark in part.names
-        }
-        return cls(owners, names, places, parts[0].blocks)
+        return cls([text for part in parts for text in part.texts], parts[0].blocks)
 
     def first(self, i: int) -> int | None:
         """Where the first text of message ``i`` begins; ``None`` if it is not known."""
         return min(self._of(i), default=None)
 
-    def last(self, i: int) -> int | None:
-        """Where the last text of message ``i`` ends; ``None`` if it is not known."""
-        return max(self._of(i), default=None)
+    def last(self, i: int, bound: float = math.inf) -> int | None:
+        """Where the last text of message ``i`` before ``bound`` ends; ``None`` if it is not known."""
+        return max((at for at in self._of(i) if at <= bound), default=None)
 
     def next(self, i: int, after: int, default: int) -> int:
-        """Where the first text of a later message begins."""
-        later = (at for mark, at in self.places.items() if self.owners[mark] > i and at >= after)
-        return min(later, default=default)
+        """Where the first text of another message begins."""
+        others = (
+            at
+            for owner, _, at in self.texts
+            if owner != i and at is not None and at >= after + (owner < i)
+        )
+        return min(others, default=default)
 
     def dropped(self, i: int) -> bool:
         """Whether the template has dropped a text of message ``i``."""
-        return any(
-            owner == i and mark not in self.places and mark not in self.names
-            for mark, owner in enumerate(self.owners)
-        )
+        return any(owner == i and at is None and not is_name for owner, is_name, at in self.texts)
 
     def lost(self) -> set[int]:
         """The messages with marks of which the template has kept none."""
-        return set(self.owners).difference(self.owners[mark] for mark in self.places)
+        kept = {owner for owner, _, at in self.texts if at is not None}
+        return {owner for owner, _, _ in self.texts} - kept
 
     def _of(self, i: int) -> list[int]:
-        return [at for mark, at in self.places.items() if self.owners[mark] == i]
+        return [at for owner, _, at in self.texts if owner == i and at is not None]

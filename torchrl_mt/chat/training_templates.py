@@ -69,7 +69,7 @@ def training_template(original: ChatTemplate) -> tuple[ChatTemplate, str | None]
     if breaks is None and not original.answers.drops_thoughts:
         return original, None
     changed = []
-    for source in _candidates(original.source, original.answers.takes_thoughts):
+    for source in _candidates(original.source, original.answers.thought_field is not None):
         try:
             template = original.with_source(source)
         except Exception:  # The changed source may not be a valid template.
@@ -120,7 +120,7 @@ def _begins_alike(changed: ChatTemplate, original: ChatTemplate) -> bool:
     answers, call = changed.answers, trial_call(0, changed.parser.family)
     results = name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])
     # Thoughts in the content are left out: here training templates differ on purpose.
-    thoughts = (None, THOUGHT) if answers.takes_thoughts else (None,)
+    thoughts = (None, THOUGHT) if answers.thought_field else (None,)
     said = [answers.write(ParsedReply("", thought, [call])) for thought in thoughts]
     told = [[*changed.question, answer, *results * k] for answer in said for k in (1, 2)]
     (asked,) = prompts(original, [[*changed.question]])

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from transformers.utils import get_json_schema
 
 from torchrl_mt.checks import check_positive_finite
+from torchrl_mt.strict_json import read_json
 from torchrl_mt.threads import call_in_thread, call_user
 from torchrl_mt.vision import image_source, is_image, is_image_part, with_stored_images
 
@@ -204,8 +205,8 @@ async def call_tool(
     """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = read_json(arguments)
+        except ValueError:
             raise ToolError(f"{_shown(tool)}: the arguments are not valid JSON") from None
     if not isinstance(arguments, Mapping):
         raise ToolError(f"{_shown(tool)}: the arguments must be a JSON object")

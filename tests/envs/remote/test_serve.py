@@ -22,7 +22,8 @@ from tests.waiting import wait_until
 from torchrl_mt.envs import TextEnv, TextStep, serve
 from torchrl_mt.envs.remote import protocol
 from torchrl_mt.envs.remote import server as server_module
-from torchrl_mt.envs.remote.protocol import item_of, read_request, reset_data, write
+from torchrl_mt.envs.remote.protocol import item_of, reset_data, write
+from torchrl_mt.strict_json import read_json
 
 websockets = pytest.importorskip("websockets")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
@@ -143,7 +144,7 @@ values = st.recursive(
 @examples(200)
 def test_an_item_arrives_as_it_was_given(item):
     sent = write({"type": "reset", "data": reset_data(item)})
-    assert item_of(read_request(sent)["data"]) == item
+    assert item_of(read_json(sent)["data"]) == item
 
 
 def test_a_step_with_the_same_id_is_executed_once(client):

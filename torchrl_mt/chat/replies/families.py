@@ -18,14 +18,8 @@ __all__ = ["TURN_ENDS", "ReplyFamily", "family_of"]
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
     *("<end_of_turn>", "<turn|>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>"),
-    *(
-        "<｜end▁of▁sentence｜>",
-        "<|end_of_sentence|>",
-        "<|endoftext|>",
-        "<|observation|>",
-        "<|user|>",
-    ),
-    "<|tool_response>",
+    *("<｜end▁of▁sentence｜>", "<|end_of_sentence|>", "<|endoftext|>", "<|observation|>"),
+    *("<|user|>", "<|tool_response>"),
 )
 """Tokens that end a turn and may differ from the tokenizer's ``eos_token``."""
 
@@ -38,8 +32,7 @@ _THOUGHTS = (
 )
 """Opening and closing marks of thoughts."""
 
-_FUNCTION = r"<function=([^>\n]+)>(.*)</function>"
-_PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
+_XML = (("<function=", ">", "</function>"), ("<parameter=", ">", "</parameter>"))
 
 _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
     ("gemma 4", ("<|tool_call>",), n.gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
@@ -54,8 +47,8 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
         n.elements(
             "<｜DSML｜function_calls>",
             "</｜DSML｜function_calls>",
-            r'<｜DSML｜invoke name="([^"\n]+)">(.*?)</｜DSML｜invoke>',
-            r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>',
+            ('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>"),
+            ('<｜DSML｜parameter name="', '" string="', '">', "</｜DSML｜parameter>"),
         ),
     ),
     ("deepseek", ("<｜tool▁calls▁begin｜>",), n.deepseek),
@@ -66,8 +59,8 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
         n.elements(
             "<minimax:tool_call>",
             "</minimax:tool_call>",
-            r'<invoke name="([^"\n]+)">(.*?)</invoke>',
-            r'<parameter name="([^"\n]+)">(.*?)</parameter>',
+            ('<invoke name="', '">', "</invoke>"),
+            ('<parameter name="', '">', "</parameter>"),
         ),
     ),
     (
@@ -76,22 +69,21 @@ _NOTATIONS: tuple[tuple[str, tuple[str, ...], n.Read], ...] = (
         n.elements(
             "<tool_call>",
             "</tool_call>",
-            r"\s*((?:(?!<arg_key>).)+)(.*)",
-            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+            None,
+            ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         ),
     ),
     (
         "seed",
         ("<seed:tool_call>",),
-        n.elements("<seed:tool_call>", "</seed:tool_call>", _FUNCTION, _PARAMETER),
+        n.elements("<seed:tool_call>", "</seed:tool_call>", *_XML, lines=True),
     ),
     (
         "qwen xml",
         ("<tool_call>", "<function="),
-        n.elements("<tool_call>", "</tool_call>", _FUNCTION, _PARAMETER),
+        n.elements("<tool_call>", "</tool_call>", *_XML, lines=True),
     ),
-    ("cohere", ("<|START_ACTION|>",), n.cohere),
-    ("cohere", ("<|START_RESPONSE|>",), n.cohere),
+    *(("cohere", (mark,), n.cohere) for mark in ("<|START_ACTION|>", "<|START_RESPONSE|>")),
     ("mistral", ("[TOOL_CALLS]",), n.mistral),
     ("lfm", ("<|tool_call_start|>",), n.python_block("<|tool_call_start|>", "<|tool_call_end|>")),
     ("phi", ("<|/tool_call|>",), n.json_calls("<|tool_call|>", "<|/tool_call|>")),
@@ -172,11 +164,7 @@ def _split_thoughts(text: str, before: str, tags: tuple[str, str]) -> tuple[str 
     return thoughts.strip(), rest
 
 
-_MESSAGE = re.compile(
-    r"\s*(?:<\|start\|>assistant)?(?P<header>.*?)<\|message\|>"
-    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|\Z)",
-    re.DOTALL,
-)
+_END_OF_MESSAGE = re.compile(r"<\|(?:end|call|return)\|>")
 
 
 def _harmony(text: str, before: str, types: ToolTypes) -> ParsedReply:
@@ -184,12 +172,11 @@ def _harmony(text: str, before: str, types: ToolTypes) -> ParsedReply:
     if "<|message|>" not in text:
         return ParsedReply(text)
     said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
-    calls, at = [], 0
-    while text[at:].strip():
-        message = _MESSAGE.match(text, at)
-        if message is None:
-            raise MalformedError(f"no message: {text[at:][:80]!r}")
-        header, body, at = message["header"], message["body"], message.end()
+    calls = []
+    for part in filter(str.strip, _END_OF_MESSAGE.split(text)):
+        header, begun, body = part.partition("<|message|>")
+        if not begun:
+            raise MalformedError(f"no message: {part[:80]!r}")
         if recipient := re.search(r"\bto=([^\s<]+)", header):
             calls.append(make_call(recipient[1].removeprefix("functions."), body))
             continue

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torchrl_mt.chat.replies.reply import MalformedError
+from torchrl_mt.chat.replies.scanner import Scanner
 from torchrl_mt.chat.replies.tool_calls import (
     CONSTANTS,
     Calls,
     ToolTypes,
     as_calls,
-    decode_json,
     make_call,
     python_calls,
 )
+from torchrl_mt.strict_json import read_json
 
 __all__ = [
     "Read",
@@ -40,8 +41,6 @@ __all__ = [
 Read: TypeAlias = Callable[[str, ToolTypes], tuple[str, Calls]]
 """Returns the content and the calls of a text."""
 
-_DECODER = json.JSONDecoder()
-
 
 def no_calls(text: str, types: ToolTypes) -> tuple[str, Calls]:
     """Read a reply of a family without tool calls."""
@@ -57,57 +56,73 @@ def json_calls(opening: str, closing: str | None) -> Read:
     """
 
     def read(text: str, types: ToolTypes) -> tuple[str, Calls]:
-        outside, calls, at = [], [], 0
-        while (start := text.find(opening, at)) >= 0:
-            outside.append(text[at:start])
-            value, at = _json_at(text, start + len(opening))
-            if closing is not None:
-                at = _behind(text, at, closing)
-            calls += as_calls(value)
-        return _content(text, [*outside, text[at:]], calls, closing), calls
+        scan, outside, calls = Scanner(text), [], []
+        while (said := scan.before(opening)) is not None:
+            outside.append(said)
+            calls += as_calls(scan.json())
+            # A complete call may end the reply: its mark may be a stop string.
+            if closing is not None and not scan.is_done():
+                scan.expect(closing)
+        return _content(text, [*outside, scan.rest()], calls, closing), calls
 
     return read
 
 
-def elements(opening: str, closing: str, call: str, argument: str) -> Read:
+def elements(
+    opening: str,
+    closing: str,
+    call: tuple[str, str, str] | None,
+    argument: tuple[str, ...],
+    *,
+    lines: bool = False,
+) -> Read:
     """Reader of XML-like elements between two marks: one per call, with one per argument inside.
 
     Args:
         opening: mark before the calls.
         closing: mark after them.
-        call: pattern of a call, with groups for its name and its arguments.
-        argument: pattern of an argument, with groups for its name and its value; between them a group
-            for ``"true"`` or ``"false"`` if the notation says whether the value is text.
+        call: marks before a call's name, after it, and after the arguments; ``None`` if the text before
+            the first argument is the name.
+        argument: marks before an argument's name, after it, and after the value. Before the last there
+            may be one more, with white space before it, or with ``true`` or ``false`` if the notation
+            says whether the value is text.
+        lines: whether a line break on either side of a value is none of it.
     """
-    call_pattern, argument_pattern = (re.compile(each, re.DOTALL) for each in (call, argument))
+    begin, *middle, end = argument
+
+    def read_arguments(scan: Scanner, name: str, types: ToolTypes) -> dict[str, Any]:
+        arguments = {}
+        while scan.takes(begin):
+            key, *between = (scan.until(mark) for mark in middle)
+            value, is_text = scan.until(end), "".join(between).strip()
+            if lines:
+                value = value.removeprefix("\n").removesuffix("\n")
+            if is_text == "":
+                value = types.value(name, key.strip(), value)
+            elif is_text == "false":
+                value = read_json(value)
+            elif is_text != "true":
+                raise MalformedError(f"not understood: {is_text[:80]!r}")
+            arguments[key.strip()] = value
+        return arguments
 
     def read_calls(body: str, types: ToolTypes) -> Calls:
         calls = []
-        for name, inside in _matches(call_pattern, body):
-            arguments = {}
-            for key, *is_text, value in _matches(argument_pattern, inside):
-                key = key.strip()
-                if is_text:
-                    arguments[key] = value if is_text == ["true"] else decode_json(value)
-                else:
-                    arguments[key] = types.value(name.strip(), key, value)
-            calls.append(make_call(name, arguments))
+        if call is None:
+            head, *rest = body.partition(begin)
+            scan = Scanner("".join(rest))
+            calls.append(make_call(head, read_arguments(scan, head.strip(), types)))
+        else:
+            scan = Scanner(body)
+            while scan.takes(call[0]):
+                name = scan.until(call[1]).strip()
+                calls.append(make_call(name, read_arguments(scan, name, types)))
+                scan.expect(call[2])
+        if not scan.is_done():
+            raise MalformedError(f"not understood: {scan.rest()[:80]!r}")
         return calls
 
     return _blocks(opening, closing, read_calls)
-
-
-def _matches(pattern: re.Pattern[str], text: str) -> list[Any]:
-    """Groups of all matches, which only white space may separate."""
-    found, at = [], 0
-    for match in pattern.finditer(text):
-        if text[at : match.start()].strip():
-            break
-        found.append(match.groups())
-        at = match.end()
-    if text[at:].strip():
-        raise MalformedError(f"not understood: {text[at:][:80]!r}")
-    return found
 
 
 def deepseek(text: str, types: ToolTypes) -> tuple[str, Calls]:
@@ -137,7 +152,10 @@ def kimi(text: str, types: ToolTypes) -> tuple[str, Calls]:
         if not found:
             raise MalformedError("a call without <|tool_call_argument_begin|>")
         id = id.strip()
-        return make_call(id.removeprefix("functions.").rpartition(":")[0] or id, arguments, id)
+        name, _, number = id.removeprefix("functions.").rpartition(":")
+        if not number.isdecimal():
+            raise MalformedError(f"no functions.name:number: {id[:80]!r}")
+        return make_call(name, arguments, id)
 
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     return _section(text, *section, "<|tool_call_begin|>", "<|tool_call_end|>", read_call)
@@ -149,7 +167,7 @@ def mistral(text: str, types: ToolTypes) -> tuple[str, Calls]:
     calls: Calls = []
     for piece in map(str.strip, pieces):
         if piece.startswith(("[{", "{", "[ {")):
-            calls += as_calls(decode_json(piece))
+            calls += as_calls(read_json(piece))
             continue
         head, brace, arguments = piece.partition("{")
         named = re.fullmatch(r"([\w.\-]+?)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?", head.strip())
@@ -199,11 +217,11 @@ def llama_json(text: str, types: ToolTypes) -> tuple[str, Calls]:
     rest = text.strip().removeprefix("<|python_tag|>").lstrip()
     if not re.match(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"\s*:', rest):
         return text, []
-    calls, at = [], 0
-    while at < len(rest):
-        value, at = _json_at(rest, at)
-        calls += as_calls(value)
-        at = at if at == len(rest) else _behind(rest, at, ";", or_end=True)
+    scan, calls = Scanner(rest), []
+    while not scan.is_done():
+        calls += as_calls(scan.json())
+        if not scan.is_done():
+            scan.expect(";")
     return "", calls
 
 
@@ -225,18 +243,14 @@ def _blocks(opening: str, closing: str, read: Callable[[str, ToolTypes], Calls])
     """Reader of calls between two marks; ``read`` parses each block, and the rest is content."""
 
     def read_all(text: str, types: ToolTypes) -> tuple[str, Calls]:
-        outside, calls, at = [], [], 0
-        while (start := text.find(opening, at)) >= 0:
-            end = text.find(closing, start)
-            if end < 0:
-                raise MalformedError(f"{opening} without {closing}")
-            outside.append(text[at:start])
-            found = read(text[start + len(opening) : end], types)
+        scan, outside, calls = Scanner(text), [], []
+        while (said := scan.before(opening)) is not None:
+            outside.append(said)
+            found = read(scan.until(closing), types)
             if not found:
                 raise MalformedError(f"no call in {opening}")
             calls += found
-            at = end + len(closing)
-        return _content(text, [*outside, text[at:]], calls, closing), calls
+        return _content(text, [*outside, scan.rest()], calls, closing), calls
 
     return read_all
 
@@ -267,22 +281,3 @@ def _content(text: str, outside: list[str], calls: Calls, closing: str | None) -
     if not calls:
         return text
     return "\n".join(part.strip() for part in outside if part.strip())
-
-
-def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """Decode the JSON value at a position; return it and its end."""
-    start = at + len(text[at:]) - len(text[at:].lstrip())
-    try:
-        return _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"no JSON: {text[start : start + 80]!r}") from error
-
-
-def _behind(text: str, at: int, mark: str, *, or_end: bool = False) -> int:
-    """The position after a mark that must come next."""
-    rest = text[at:].lstrip()
-    if or_end and not rest:
-        return len(text)
-    if not rest.startswith(mark):
-        raise MalformedError(f"{mark} is missing: {rest[:80]!r}")
-    return len(text) - len(rest) + len(mark)

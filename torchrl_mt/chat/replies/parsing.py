@@ -16,6 +16,7 @@ from torchrl_mt.chat.replies.families import TURN_ENDS, family_of
 from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
 from torchrl_mt.chat.replies.tool_calls import ToolTypes, as_calls
 from torchrl_mt.chat.special_tokens import special_tokens
+from torchrl_mt.strict_json import check_json
 
 __all__ = ["ParseReply", "ReplyParser", "parse_tool_calls"]
 
@@ -103,13 +104,16 @@ class ReplyParser:
             text: the reply, special tokens included, without the stop token.
             prefix: the end of the prompt; ``None`` if unknown.
         """
-        if self._parse is not None:
-            return _parse_by(self._parse, text)
         try:
-            if self._host() is not None:
+            if self._parse is not None:
+                reply = _parse_by(self._parse, text)
+            elif self._host() is not None:
                 known = _generation_prompt(self._tokenizer) if prefix is None else prefix
-                return self._parse_by_host(text, known)
-            return self._family.parse(text, prefix or "", self._types)
+                reply = self._parse_by_host(text, known)
+            else:
+                reply = self._family.parse(text, prefix or "", self._types)
+            check_json(reply.tool_calls)
+            return reply
         except (ValueError, RecursionError, MemoryError):
             return ParsedReply(text)
 
@@ -154,24 +158,21 @@ class ReplyParser:
 
 
 def _parse_by(parse: ParseReply, text: str) -> ParsedReply:
-    """Parse by a user's function; plain content if it raises.
+    """Parse by a user's function.
 
     Raises:
+        MalformedError: if it raises, or a call is none.
         TypeError: if it returns anything but a :class:`ParsedReply`.
     """
     try:
         reply = parse(text)
-    except Exception:
-        return ParsedReply(text)
+    except Exception as error:
+        raise MalformedError(str(error)) from error
     if not isinstance(reply, ParsedReply):
         raise TypeError(
             f"a parser of replies must return a ParsedReply, got {type(reply).__name__}."
         )
-    try:
-        calls = as_calls(reply.tool_calls)
-    except MalformedError:
-        return ParsedReply(text)
-    return ParsedReply(reply.content, reply.reasoning, calls)
+    return ParsedReply(reply.content, reply.reasoning, as_calls(reply.tool_calls))
 
 
 def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:

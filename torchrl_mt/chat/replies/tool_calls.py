@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from transformers.utils import get_json_schema
 
 from torchrl_mt.chat.replies.reply import MalformedError
+from torchrl_mt.strict_json import read_json
 
 __all__ = [
     "CONSTANTS",
     "Calls",
     "ToolTypes",
     "as_calls",
-    "decode_json",
     "make_call",
     "python_calls",
     "tool_schemas",
@@ -35,7 +35,7 @@ def make_call(name: Any, arguments: Any, id: Any = None) -> dict[str, Any]:
         MalformedError: if the name is not text, or the arguments are not a mapping.
     """
     if isinstance(arguments, str):
-        arguments = decode_json(arguments)
+        arguments = read_json(arguments)
     if arguments is None:
         arguments = {}
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, Mapping):
@@ -64,18 +64,6 @@ def as_calls(value: Any) -> Calls:
         identity = next((entry[key] for key in ("id", "tool_call_id") if key in entry), None)
         calls.append(make_call(call[names[0]], arguments[0] if arguments else None, identity))
     return calls
-
-
-def decode_json(text: str) -> Any:
-    """Decode JSON.
-
-    Raises:
-        MalformedError: if the text is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"no JSON: {text[:80]!r}") from error
 
 
 def tool_schemas(tools: Iterable[Any] | None) -> list[Any] | None:
@@ -111,50 +99,67 @@ class ToolTypes:
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return text
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return read_json(text)
+        except ValueError:
             return CONSTANTS.get(text, text)
+
+
+_PYTHON = re.compile(
+    r"""(?<![\w.])(?P<name>[^\W\d][\w.]*)\s*(?P<after>[(=]?)|(?P<closed>\))|,\s*(?=[)\]}])
+    |(?P<quote>"{3}|'{3}|"|')(?P<text>(?:[^\\"']+|\\(?:.|\Z)|(?!(?P=quote))["'])*)(?P<ended>(?P=quote))?""",
+    re.DOTALL | re.VERBOSE,
+)
+"""What JSON lacks of Python's notation. Where a text begins it always matches, so none is read twice."""
+_ESCAPE = re.compile(r"\\(?:(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = dict(zip("abfnrtv0\\'\"\n", [*"\a\b\f\n\r\t\v\0\\'\"", ""], strict=True))
 
 
 def python_calls(text: str) -> Calls:
     """Parse calls in Python's notation, ``[f(a=1), g()]`` or one per line, without running them.
 
+    They become JSON, ``[{"f": ["a", 1]}, {"g": []}]``, which is read.
+
     Raises:
-        MalformedError: if the text is anything else.
+        ValueError: if the text is anything else.
     """
-    try:
-        body = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise MalformedError(f"no calls: {text[:80]!r}") from error
-    nodes: list[ast.expr] = []
-    for line in body:
-        if not isinstance(line, ast.Expr):
-            raise MalformedError(f"no call: {text[:80]!r}")
-        nodes += line.value.elts if isinstance(line.value, ast.List) else [line.value]
-    return [_python_call(node) for node in nodes]
+    called: list[tuple[str, list[str]]] = []
+    is_open, is_list = False, text.lstrip().startswith("[")
 
+    def to_json(token: re.Match[str]) -> str:
+        nonlocal is_open
+        name, after, written = token["name"], token["after"], token["text"]
+        if written is not None:
+            is_line = len(token["quote"]) == 1
+            if not token["ended"] or (is_line and "\n" in written.replace("\\\n", "")):
+                raise MalformedError("a text without its end")
+            return json.dumps(_ESCAPE.sub(_unescaped, written))
+        if name is None:
+            is_open = is_open and not token["closed"]
+            return "]}" if token["closed"] else ""
+        if after == "(" and not is_open and all(map(str.isidentifier, name.split("."))):
+            is_open = True
+            called.append((name, []))
+            return f"{'' if is_list or len(called) == 1 else ','}{{{json.dumps(name)}:["
+        if after == "=" and is_open and name.isidentifier():
+            called[-1][1].append(name)
+            return json.dumps(name) + ","
+        if after or name not in (*CONSTANTS, "true", "false", "null"):
+            raise MalformedError(f"no value: {name[:80]!r}")
+        return json.dumps(CONSTANTS[name]) if name in CONSTANTS else name
 
-def _python_call(node: ast.expr) -> dict[str, Any]:
-    if not isinstance(node, ast.Call) or node.args:
-        raise MalformedError("no call with named arguments")
-    name = ast.unparse(node.func)
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise MalformedError(f"no name of a tool: {name!r}")
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    found = _PYTHON.sub(to_json, text)
+    calls = []
+    elements = read_json(found if is_list else f"[{found}]")
+    for (name, keys), element in zip(called, elements, strict=True):
+        given: Any = element.get(name) if isinstance(element, dict) else None
+        is_call = isinstance(given, list) and len(element) == 1 and given[::2] == keys
+        if not is_call or len(given) != 2 * len(set(keys)):
             raise MalformedError("no call with named arguments")
-        value = _JSONConstants().visit(keyword.value)
-        try:
-            arguments[keyword.arg] = json.loads(json.dumps(ast.literal_eval(value)))
-        except (ValueError, TypeError) as error:
-            raise MalformedError("no literal") from error
-    return make_call(name, arguments)
+        calls.append(make_call(name, dict(zip(keys, given[1::2], strict=True))))
+    return calls
 
 
-class _JSONConstants(ast.NodeTransformer):
-    """Replaces JSON's names of constants by their values."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        constants = {"true": True, "false": False, "null": None}
-        return ast.Constant(constants[node.id]) if node.id in constants else node
+def _unescaped(escape: re.Match[str]) -> str:
+    """The character of an escape; the escape as it is if it is none."""
+    code, letter = escape.groups()
+    return chr(int(code[1:], 16)) if code else _ESCAPED.get(letter, escape.group())

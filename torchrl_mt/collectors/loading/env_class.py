@@ -241,7 +241,9 @@ class ObservationPrompts:
             shown.append(found[1])
             return mark
 
-        text = _IMAGE.sub(taken, text)
+        # After the last end no image begins: each beginning would be looked at up to the text's end.
+        images, end, rest = text.rpartition("<|vision_end|>")
+        text = _IMAGE.sub(taken, images + end) + rest
         self._known = {
             each: before.get(each) or StoredImage.of(f"data:image/jpeg;base64,{each}")
             for each in shown

@@ -59,7 +59,9 @@ class ConversationDataset(Dataset):
     prompt up to and including the token that ends its turn. If the template has ``{% generation %}``
     blocks, only what they enclose of the answers is trained, and the token that ends the turn. Templates
     that drop earlier thoughts drop them here too, with a warning; to keep them, set
-    ``tokenizer.chat_template = ChatTokens(tokenizer, template="training").source``.
+    ``tokenizer.chat_template = ChatTokens(tokenizer, template="training").source``. Nothing that others
+    said is trained: if a template writes a tool's result between a call and what is said beside it, as
+    Gemma 4's does, the answer ends with the call.
 
     The keys are those of :class:`~torchrl_mt.transforms.MergeTurns`. Log-probabilities and rewards are
     0, versions are -1, and each conversation is its own episode and group, numbered as in the source.
@@ -255,7 +257,8 @@ class ConversationDataset(Dataset):
             self._warn(
                 "dropped",
                 f"the tokenizer's chat template drops a part of message {dialogue.dropped[0]} of "
-                f"conversation {number}, such as the thoughts of an earlier turn: it is not trained. "
+                f"conversation {number}, such as the thoughts of an earlier turn, or writes it after a "
+                "tool's result: it is not trained. "
                 "ChatTokens(tokenizer, template='training').source is a template that keeps thoughts.",
             )
         if dialogue.broken:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from enum import Enum
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 __all__ = [
     "CAPACITY_CLOSE_CODE",
@@ -28,7 +27,6 @@ __all__ = [
     "import_websockets",
     "item_of",
     "quiet_logger",
-    "read_request",
     "reset_data",
     "shown",
     "write",
@@ -96,27 +94,6 @@ def write(message: Mapping[str, Any]) -> str:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_request(raw: str | bytes) -> Any:
-    """The value of a request: strict JSON, whose numbers are finite.
-
-    Raises:
-        ValueError: if it is anything else.
-
-    Examples:
-        >>> read_request('{"type": "reset"}')
-        {'type': 'reset'}
-        >>> read_request('[NaN]')
-        Traceback (most recent call last):
-        ValueError: NaN is no JSON
-    """
-    if not isinstance(raw, str):
-        raise ValueError("a message must be text, got a binary frame")
-    try:
-        return json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def error_message(code: ErrorCode, message: str, **more: Any) -> dict[str, Any]:
     """An error of the server.
 
@@ -171,14 +148,3 @@ def _as_list(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no JSON")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits[:20]} is no finite number")
-    return number

@@ -21,11 +21,11 @@ from torchrl_mt.envs.remote.protocol import (
     error_message,
     import_websockets,
     item_of,
-    read_request,
     shown,
     write,
 )
 from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, close_env, takes_message
+from torchrl_mt.strict_json import read_json
 from torchrl_mt.threads import call_in_thread
 from torchrl_mt.vision import with_data_uris
 
@@ -323,7 +323,9 @@ def _close_unused(env: Any) -> None:
 def _checked(raw: str | bytes) -> tuple[str, Mapping[str, Any]]:
     """Type and message of a request; refuse what is none."""
     try:
-        message = read_request(raw)
+        if not isinstance(raw, str):
+            raise ValueError("a message must be text, got a binary frame")
+        message = read_json(raw)
     except ValueError as error:
         raise _Refusal(ErrorCode.INVALID_JSON, f"Invalid JSON: {str(error)[:200]}.") from None
     if not isinstance(message, dict):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
-import json
 import logging
 import random
 import ssl
@@ -41,6 +40,7 @@ from torchrl_mt.envs.remote.protocol import (
     shown,
     write,
 )
+from torchrl_mt.strict_json import read_json
 
 __all__ = ["Session", "open_session", "websocket_address"]
 
@@ -223,8 +223,8 @@ class Session:
     def _read(self, call: str, raw: str | bytes) -> Mapping[str, Any]:
         """The data of an observation."""
         try:
-            answer = json.loads(raw)
-        except (ValueError, RecursionError) as error:
+            answer = read_json(raw)
+        except ValueError as error:
             raise OpenEnvProtocolError(
                 self.url, call, f"the answer is no JSON ({error}): {raw[:80]!r}"
             ) from None
