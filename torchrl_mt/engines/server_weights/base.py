@@ -101,9 +101,14 @@ class ServerWeights(ABC):
         self._pause = pause
         self._saved = SavedModels(folder)
         self._master_address = master_address
-        self._timeout = timeout
         self._wait_ready = wait_ready
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # No socket is left open, and certificates are loaded once, for addresses that need them.
+        self._client = self._httpx.Client(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=timeout,
+            limits=self._httpx.Limits(max_keepalive_connections=0),
+            verify=any(url.startswith("https:") for url in self.urls),
+        )
         self._groups: dict[str, tuple[Group, dict[str, Any]]] = {}
         """Process group with each server's workers, and where they met."""
         self._lock = threading.Lock()
@@ -293,9 +298,7 @@ class ServerWeights(ABC):
         if isinstance(error, self._httpx.TransportError):
             return not isinstance(error, self._httpx.ReadTimeout)
         try:
-            health = self._httpx.get(
-                url + "/health", headers=self._headers, timeout=_HEALTH_TIMEOUT
-            )
+            health = self._client.get(url + "/health", timeout=_HEALTH_TIMEOUT)
         except self._httpx.TransportError:
             return True
         return health.status_code in _AWAY
@@ -333,9 +336,7 @@ class ServerWeights(ABC):
 
     def _request(self, method: str, url: str, path: str, **sent: Any) -> Any:
         sent = {name: value for name, value in sent.items() if value}
-        answer = self._httpx.request(
-            method, url + path, headers=self._headers, timeout=self._timeout, **sent
-        )
+        answer = self._client.request(method, url + path, **sent)
         if not answer.is_success:
             raise ServerError(f"{path}: status {answer.status_code}: {answer.text[:300]}")
         try:
