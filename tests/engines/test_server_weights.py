@@ -477,6 +477,7 @@ def test_a_collector_updates_servers(make, servers):
                 assert all(a <= b for a, b in zip(stamps, true, strict=True))
         assert version in stamps
     assert collector.stats()["rejected"] == 0
+    assert collector.stats()["weights/push_seconds"] > 0
 
 
 # LoRA
