@@ -9,10 +9,11 @@ import random
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load_file
@@ -41,6 +42,21 @@ class Refused(Exception):
     """The status and the message of a refusal."""
 
 
+class Adapter(NamedTuple):
+    """An adapter as a request knows it, whatever is loaded under its name later."""
+
+    number: int
+    folder: str
+    in_place: bool
+
+
+class Versions(NamedTuple):
+    """Of each token: what sampled it, and what the server calls that."""
+
+    true: list[int]
+    labels: list[str]
+
+
 class SamplingServer(FaultyServer):
     """Samples token by token; a pause aborts, freezes or waits for open requests."""
 
@@ -48,6 +64,8 @@ class SamplingServer(FaultyServer):
         super().__init__(port)
         self.version = 0
         """Version of the weights that sample."""
+        self.label = "default"
+        """Its name, as far as the server was told."""
         self.is_paused = False
         self.running = 0
         self.aborts = 0
@@ -65,11 +83,17 @@ class SamplingServer(FaultyServer):
         """Called before weights are loaded; may raise ``Refused``."""
         self.decode: Callable[[list[int]], str] = str
         self.max_model_len: int | None = None
+        self.folder = "tiny"
+        """Folder of the weights that it started with."""
+
+    def models(self) -> list[dict[str, Any]]:
+        own = {"id": "tiny", "root": self.folder, "parent": None}
+        return [{**own, "max_model_len": self.max_model_len}]
 
     def look_up(self, path: str) -> tuple[int, Any]:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]}
-        return super().look_up(path)
+            return 200, {"data": self.models()}
+        return (200, None) if path == "/health" else super().look_up(path)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         parts = urlsplit(path)
@@ -88,12 +112,17 @@ class SamplingServer(FaultyServer):
         raise NotImplementedError
 
     def sample(
-        self, prompt: list[int], params: Mapping[str, Any], limit: int, rid: str | None = None
-    ) -> tuple[list[int], list[int], str, Any]:
+        self,
+        prompt: list[int],
+        params: Mapping[str, Any],
+        limit: int,
+        rid: str | None = None,
+        adapter: Adapter | None = None,
+    ) -> tuple[list[int], Versions, str, Any]:
         """Tokens, the version of each, why it ended, and what stopped it."""
         rng = random.Random(str(prompt))
         tokens: list[int] = []
-        versions: list[int] = []
+        versions = Versions([], [])
         with self.state:
             while self.is_paused and not self.release.is_set():
                 self.state.wait(0.02)
@@ -114,7 +143,8 @@ class SamplingServer(FaultyServer):
                     if self.hung_up():
                         self.freed += 1
                         return tokens, versions, "abort", None
-                    versions.append(self.version)
+                    versions.true.append(self.version_with(adapter))
+                    versions.labels.append(self.label)
                 tokens.append(rng.randrange(VOCABULARY))
                 if tokens[-1] == STOP:
                     return tokens, versions, "stop", STOP
@@ -128,6 +158,10 @@ class SamplingServer(FaultyServer):
             with self.state:
                 self.running -= 1
                 self.state.notify_all()
+
+    def version_with(self, adapter: Adapter | None) -> int:
+        assert adapter is None
+        return self.version
 
     aborted: frozenset[str | None] = frozenset()
     """Ids of aborted requests."""
@@ -161,13 +195,18 @@ class SamplingServer(FaultyServer):
 
     def load(self, folder: str) -> None:
         self.load_fault()
-        found = {}
-        for path in Path(folder).glob("*.safetensors"):
-            found.update(load_file(path))
-        if "version" not in found:
-            raise Refused(500, f"no weights in {folder}")
+        version = saved_version(folder)
         assert self.is_paused
-        self.version = int(found["version"].item())
+        self.version = version
+
+
+def saved_version(folder: str) -> int:
+    found = {}
+    for path in Path(folder).glob("*.safetensors"):
+        found.update(load_file(path))
+    if "version" not in found:
+        raise Refused(500, f"no weights in {folder}")
+    return int(found["version"].item())
 
 
 def require(body: Mapping[str, Any], needed: set[str], known: set[str] = frozenset()) -> None:
@@ -184,7 +223,46 @@ class VLLMServer(SamplingServer):
         super().__init__(port)
         self.has_version = has_version
         """Whether there is ``/weight_info``."""
-        self.label: str | None = None
+        self.adapters: dict[str, Adapter] = {}
+        self.cache = OrderedDict[int, int]()
+        """Version of the adapter that is loaded."""
+        self.adapter_loads = 0
+        self.numbers = 0
+        self.is_dead = False
+
+    def models(self) -> list[dict[str, Any]]:
+        adapters = [
+            {"id": name, "root": adapter.folder, "parent": "tiny"}
+            for name, adapter in self.adapters.items()
+        ]
+        return [*super().models(), *adapters]
+
+    def adapter_of(self, body: Mapping[str, Any]) -> Adapter | None:
+        name = body.get("model", "tiny")
+        if name != "tiny" and name not in self.adapters:
+            raise Refused(404, f"The model `{name}` does not exist.")
+        return self.adapters.get(name)
+
+    def version_with(self, adapter: Adapter | None) -> int:
+        """Make a step with an adapter, which is read again if it is not in the cache."""
+        if self.is_dead:
+            raise Refused(500, "EngineDeadError")
+        if adapter is None:
+            return self.version
+        with self.lock:
+            if adapter.in_place or adapter.number not in self.cache:
+                try:
+                    self.read(adapter)
+                except Refused:
+                    self.is_dead = True
+                    raise
+            return self.cache[adapter.number]
+
+    def read(self, adapter: Adapter) -> None:
+        self.adapter_loads += 1
+        version = saved_version(adapter.folder)
+        self.cache.clear()
+        self.cache[adapter.number] = version
 
     def look_up(self, path: str) -> tuple[int, Any]:
         if path == "/weight_info" and self.has_version:
@@ -201,6 +279,7 @@ class VLLMServer(SamplingServer):
             "/collective_rpc": self.rpc,
             "/reset_prefix_cache": lambda body, query: None,
             "/v1/load_lora_adapter": self.load_adapter,
+            "/v1/unload_lora_adapter": self.unload_adapter,
             **optional,
         }
 
@@ -223,7 +302,24 @@ class VLLMServer(SamplingServer):
 
     def load_adapter(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         require(body, {"lora_name", "lora_path"}, {"load_inplace"})
-        self.load(body["lora_path"])
+        self.load_fault()
+        name, in_place = body["lora_name"], body.get("load_inplace", False)
+        known = self.adapters.get(name)
+        if known is not None and not in_place:
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded.")
+        with self.lock:
+            self.numbers += known is None
+            number = self.numbers if known is None else known.number
+            adapter = Adapter(number, body["lora_path"], in_place)
+            self.read(adapter)
+            self.adapters = {**self.adapters, name: adapter}
+
+    def unload_adapter(self, body: dict[str, Any], query: dict[str, str]) -> Any:
+        require(body, {"lora_name"}, {"lora_int_id"})
+        if body["lora_name"] not in self.adapters:
+            raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+        left = self.adapters.items()
+        self.adapters = {name: each for name, each in left if name != body["lora_name"]}
 
     def generate(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         require(
@@ -231,23 +327,30 @@ class VLLMServer(SamplingServer):
             {"token_ids", "sampling_params"},
             {"model", "stream", "request_id", "priority", "cache_salt"},
         )
-        params = body["sampling_params"]
+        params, adapter = body["sampling_params"], self.adapter_of(body)
         require(params, {"max_tokens", "logprobs"}, {*SAMPLING, "seed", "min_tokens"})
-        tokens, versions, reason, _ = self.sample(body["token_ids"], params, params["max_tokens"])
+        limit = params["max_tokens"]
+        tokens, versions, reason, _ = self.sample(body["token_ids"], params, limit, adapter=adapter)
         content = [
-            {"token": f"token_id:{token}", "logprob": log_prob_of(version), "top_logprobs": []}
-            for token, version in zip(tokens, versions, strict=True)
+            {"token_id": token, "logprob": log_prob_of(version), "rank": 1, "top_logprobs": []}
+            for token, version in zip(tokens, versions.true, strict=True)
         ]
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
+        if self.has_version:
+            choice["weight_versions"] = spans(versions.labels)
         return {"request_id": "1", "choices": [{**choice, "logprobs": {"content": content}}]}
 
     def complete(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         own = {"model", "return_token_ids", "return_tokens_as_token_ids", "seed"}
         require(body, {"prompt", "max_tokens", "logprobs"}, {*SAMPLING, *own})
-        tokens, versions, reason, stopped = self.sample(body["prompt"], body, body["max_tokens"])
+        if len(body.get("stop", ())) > 4:
+            raise Refused(400, "stop: List should have at most 4 items after validation")
+        tokens, versions, reason, stopped = self.sample(
+            body["prompt"], body, body["max_tokens"], adapter=self.adapter_of(body)
+        )
         logprobs = {
             "tokens": [f"token_id:{token}" for token in tokens],
-            "token_logprobs": [log_prob_of(version) for version in versions],
+            "token_logprobs": [log_prob_of(version) for version in versions.true],
         }
         choice = {"finish_reason": reason, "token_ids": tokens, "logprobs": logprobs}
         stop_reason = stopped if isinstance(stopped, str) else None
@@ -260,12 +363,13 @@ class SGLangServer(SamplingServer):
     def __init__(self, port: int = 0, *, has_spans: bool = True) -> None:
         super().__init__(port)
         self.has_spans = has_spans
-        self.label = "default"
         self.rids: set[str] = set()
 
     def look_up(self, path: str) -> tuple[int, Any]:
         if path == "/get_weight_version":
             return 200, {"weight_version": self.label}
+        if path == "/get_model_info":
+            return 200, {"model_path": self.folder, "weight_version": self.label}
         return super().look_up(path)
 
     def posts(self) -> Mapping[str, Callable[[dict[str, Any], dict[str, str]], Any]]:
@@ -321,22 +425,21 @@ class SGLangServer(SamplingServer):
             "finish_reason": {"type": reason, "matched": stopped},
             "output_token_logprobs": [
                 [log_prob_of(version), token, None]
-                for token, version in zip(tokens, versions, strict=True)
+                for token, version in zip(tokens, versions.true, strict=True)
             ],
             "weight_version": self.label,
         }
         if self.has_spans:
-            info["weight_versions"] = spans(versions) or [
+            info["weight_versions"] = spans(versions.labels) or [
                 {"version": self.label, "start": 0, "end": 0}
             ]
         return {"text": "not to be used", "output_ids": tokens, "meta_info": info}
 
 
-def spans(versions: list[int]) -> list[dict[str, Any]]:
+def spans(labels: list[str]) -> list[dict[str, Any]]:
     """Spans of tokens with one version, under the names that servers have for them."""
     out: list[dict[str, Any]] = []
-    for k, version in enumerate(versions):
-        name = str(version) if version else "default"
+    for k, name in enumerate(labels):
         if not out or out[-1]["version"] != name:
             out.append({"version": name, "start": k, "end": k})
         out[-1]["end"] = k + 1

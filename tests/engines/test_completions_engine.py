@@ -7,19 +7,28 @@ import random
 import threading
 import time
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from tests.engines.completions_server import CompletionsServer, completion, sampled
+from tests.engines.completions_server import (
+    STOP,
+    VOCABULARY,
+    CompletionsServer,
+    completion,
+    sampled,
+)
 from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.chat.encoding import decode as decode_with
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, CompletionsError
 from torchrl_mt.engines.completions.api import MalformedAnswerError, max_model_len, parse_answer
 from torchrl_mt.engines.completions.servers import server_origins
+from torchrl_mt.engines.stop_strings import find_stop
 from torchrl_mt.envs import GuessNumber
 
 httpx = pytest.importorskip("httpx")
@@ -192,6 +201,24 @@ def test_a_stop_string_is_the_one_that_the_server_names_or_that_is_found(
         assert answer.stop_token == (answer.token_ids[-1] if ends else None)
         asyncio.run(engine.generate([5, 6], stop=None))
         assert "stop" not in server.seen[-1]
+
+
+def test_more_stop_strings_than_the_server_takes_end_an_answer_too(engine, server, tokenizer):
+    server.decode = decode = partial(decode_with, tokenizer)
+    vocabulary = [decode([token]) for token in range(4, VOCABULARY)]
+    rng = random.Random(0)
+    for k in range(60):
+        prompt, count = [5, 4 + k % 20, k % 7], rng.randrange(5, 12)
+        strings = rng.sample([text for text in vocabulary if text.strip()], count)
+        answer = ask(engine, prompt, max_new_tokens=60, stop=strings)
+        tokens, log_probs, reason = sampled(prompt, 60, strings, decode)
+        assert len(server.seen[-1]["stop"]) <= 4
+        assert (answer.token_ids, answer.log_probs) == (tokens, log_probs)
+        assert answer.finish_reason == reason
+        assert len(answer.versions) == len(tokens)
+        ended = reason == "stop" and tokens[-1] != STOP
+        assert answer.stop_string == (find_stop(decode(tokens), strings) if ended else None)
+        assert answer.stop_string is not None or not ended
 
 
 def test_an_end_of_sequence_token_is_no_stop_string(engine, server, tokenizer):

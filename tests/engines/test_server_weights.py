@@ -95,6 +95,12 @@ def ask(engine, prompt=(5, 6), **kwargs):
     return asyncio.run(run())
 
 
+def restart_unseen(servers):
+    for k in range(len(servers.servers)):
+        servers.kill(k)
+        servers.restart(k)
+
+
 def truth(answer) -> list[int]:
     return [version_of(value) for value in answer.log_probs]
 
@@ -163,7 +169,7 @@ def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
     else:
         assert versions[:3] == [0] * 3
         assert set(versions[4:]) == {1}
-    assert list(answer.versions) == (versions if kind == "sglang" else [0] * len(versions))
+    assert list(answer.versions) == versions
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
@@ -283,19 +289,95 @@ def test_a_server_that_is_started_again_gets_the_weights_first(make, servers):
     assert back.version == 1
 
 
-@pytest.mark.parametrize("kind", ["sglang", OLD[1]])
-def test_sglang_tells_that_it_was_started_again(make, servers):
+@pytest.mark.parametrize("kind", ["vllm", "sglang", OLD[1]])
+def test_answers_tell_that_a_server_was_started_again(make, servers):
     engine = make(max_retries=0)
     engine.update_weights(weights(1))
-    for k in range(2):  # while nobody looks
-        servers.kill(k)
-        servers.restart(k)
+    restart_unseen(servers)
     for k in range(6):
         answer = ask(engine, [5, k + 6])
         assert set(answer.versions) == set(truth(answer)) == {1}
 
 
-@pytest.mark.parametrize("kind", ["sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_never_has_the_weights_fails_its_requests(make, servers, kind):
+    engine = make(max_retries=0)
+    engine.update_weights(weights(1))
+    restart_unseen(servers)
+    for server in servers.servers:
+        server.load = lambda folder: None
+        server.set_label = lambda body, query: None
+        server.update_from_disk = lambda body, query: {"success": True}
+    with pytest.raises(CompletionsError, match=r"version 0, not 1: it was started again"):
+        ask(engine)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_update_waits_for_a_server_that_starts_again(make, servers, monkeypatch):
+    monkeypatch.setattr("torchrl_mt.engines.server_weights.base._AWAY_PAUSE", 0.01)
+    engine = make(max_retries=0, wait_ready=PATIENCE)
+    engine.update_weights(weights(1))
+    servers.kill(1)
+    pushed = threading.Thread(target=engine.update_weights, args=[weights(2)])
+    pushed.start()
+    wait_until(lambda: servers.servers[0].version == 2)
+    assert engine.version == 1
+    servers.restart(1)
+    pushed.join(PATIENCE)
+    assert engine.version == 2
+    assert [server.version for server in servers.servers] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_update_waits_no_longer_than_it_may(servers, kind):
+    servers.kill(0)
+    make_weights = KINDS[kind][1]
+    with pytest.raises(WeightUpdateError, match="1 of 2 servers"):
+        make_weights(servers.urls, wait_ready=0.01).update(weights(1), 1)
+    servers.servers[1].load_fault = refuse  # it is up, so nothing is waited for
+    with pytest.raises(WeightUpdateError, match="out of memory"):
+        make_weights(servers.urls[1], wait_ready=PATIENCE).update(weights(1), 1)
+    with pytest.raises(ValueError, match="wait_ready must be at least 0"):
+        make_weights(servers.urls, wait_ready=-1.0)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_interrupt_ends_the_wait_for_a_server(make, servers):
+    engine = make(wait_ready=10 * PATIENCE)
+    servers.kill(1)
+    with pytest.raises(KeyboardInterrupt), ctrl_c(lambda: servers.servers[0].version == 1):
+        engine.update_weights(weights(1))
+    wait_until(lambda: not engine._on_update._interrupted())
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_part_of_the_weights_is_no_version(make, servers, tmp_path):
+    whole = {"version": torch.ones(1), "a": torch.zeros(1), "b": torch.zeros(1)}
+    served = SavedModels(tmp_path / "served").save(whole, 0)
+    for server in servers.servers:
+        server.folder = str(served)
+    engine = make()
+    for version in (0, 1):  # of what the servers started with, and of the last update
+        for part in (weights(1), TensorDict(weights(1), [])):
+            with pytest.raises(
+                ValueError, match=r"must have all 3 weights.*got 1 without \['a', 'b'\]"
+            ):
+                engine.update_weights(part)
+        assert engine.version == version
+        if not version:
+            assert not any(server.calls for server in servers.servers)
+            # Another name of a tensor is no weight of its own.
+            assert engine.update_weights({**whole, "tied": whole["a"]}) == 1
+            whole["tied"] = whole["a"]
+            served.rename(tmp_path / "gone")
+            with pytest.raises(ValueError, match="all 4 weights"):
+                engine.update_weights({**weights(1), "a": whole["a"]})
+            assert engine.update_weights(whole) == 2
+            return
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_weights_of_another_run_are_named(make, servers):
     for server in servers.servers:
         server.version, server.label = 7, "7"
@@ -395,13 +477,51 @@ def test_a_collector_updates_servers(make, servers):
                 assert all(a <= b for a, b in zip(stamps, true, strict=True))
         assert version in stamps
     assert collector.stats()["rejected"] == 0
+    assert collector.stats()["weights/push_seconds"] > 0
 
 
 # LoRA
 
 
+@pytest.fixture(params=["openai", "vllm"])
+def tuned(request, servers, tokenizer, tmp_path, monkeypatch):
+    """Make engines of an adapter; what saves it writes its version alone."""
+
+    def save(self, source, version, *, adapter=False):
+        assert adapter
+        return plain(self, weights(source.version), version)
+
+    plain = SavedModels.save
+    monkeypatch.setattr(SavedModels, "save", save)
+    for module in ("base", "vllm"):
+        where = f"torchrl_mt.engines.server_weights.{module}.peft_model"
+        monkeypatch.setattr(where, lambda model: model)
+    engines = []
+
+    def make(pause="abort", **kwargs):
+        on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path, pause=pause)
+        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
+        engines.append(
+            CompletionsEngine(
+                servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
+            )
+        )
+        engines[-1]._servers._pause = 0.05
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Tuned(torch.nn.Module):
+    def __init__(self, version):
+        super().__init__()
+        self.version = version
+
+
 @pytest.mark.parametrize("kind", ["vllm"])
-def test_adapters_are_loaded_in_place(servers, kind, tmp_path, tokenizer):
+def test_folders_of_adapters_are_loaded(servers, tmp_path, tokenizer):
     on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path / "out")
     engine = CompletionsEngine(servers.urls, "policy", tokenizer, on_update=on_update)
     folder = tmp_path / "adapter"
@@ -410,12 +530,78 @@ def test_adapters_are_loaded_in_place(servers, kind, tmp_path, tokenizer):
         engine.update_weights(str(folder))
     (folder / "adapter_config.json").write_text("{}")
     assert engine.update_weights(str(folder)) == 1
-    assert "/v1/load_lora_adapter" in servers.servers[0].calls
-    assert [server.version for server in servers.servers] == [5, 5]
+    assert set(truth(ask(engine))) == {5}
     assert folder.exists()
     with pytest.raises(TypeError, match="got dict"):
         engine.update_weights(weights(2))
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", OLD[0]])
+def test_an_adapter_is_loaded_once_a_version_and_needs_no_folder_that_is_gone(
+    tuned, servers, tmp_path
+):
+    engine = tuned()
+    for version in range(1, 5):
+        assert engine.update_weights(Tuned(version)) == version
+        for k in range(4):
+            answer = ask(engine, [5, k + 6])
+            assert set(answer.versions) == set(truth(answer)) == {version}
+        assert [list(server.adapters) for server in servers.servers] == [[f"policy@{version}"]] * 2
+        assert [server.adapter_loads for server in servers.servers] == [version] * 2
+    # The last one too: requests that came during the update may need it.
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, tmp_path):
+    engine = tuned("keep", max_retries=0)
+    engine.update_weights(Tuned(1))
+    pushed = threading.Semaphore(0)
+    for server in servers.servers:
+        server.before_token = lambda k: pushed.acquire(timeout=PATIENCE)
+
+    async def run():
+        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(4)]
+        for server in servers.servers:
+            await asyncio.to_thread(until, server, 2)
+        most = 0
+        for version in range(2, 20):
+            await asyncio.to_thread(engine.update_weights, Tuned(version))
+            most = max(most, len(list(tmp_path.iterdir())))
+            pushed.release(2)
+        pushed.release(1000)
+        return most, await asyncio.gather(*asked)
+
+    most, answers = asyncio.run(run())
+    assert most <= 9
+    for answer in answers:
+        assert list(answer.versions) == truth(answer)
+        assert len(set(answer.versions)) == 1
+    assert not any(server.is_dead for server in servers.servers)
+
+
+@pytest.mark.parametrize("kind", ["vllm", OLD[0]])
+def test_an_adapter_that_is_gone_is_loaded_again(tuned, servers):
+    engine = tuned(max_retries=0)
+    engine.update_weights(Tuned(1))
+    engine.update_weights(Tuned(2))
+    restart_unseen(servers)
+    for k in range(6):
+        answer = ask(engine, [5, k + 6])
+        assert set(answer.versions) == set(truth(answer)) == {2}
+    assert all(server.prompts for server in servers.servers)
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_a_server_that_never_has_the_adapter_fails_its_requests(tuned, servers):
+    engine = tuned(max_retries=0)
+    engine.update_weights(Tuned(1))
+    restart_unseen(servers)
+    for server in servers.servers:  # such as one of several processes behind one port
+        server.load_adapter = lambda body, query: None
+    with pytest.raises(CompletionsError, match="status 404: The model `policy@1` does not exist"):
+        ask(engine)
 
 
 def test_adapters_are_merged_or_saved_alone(tmp_path, model):

@@ -299,6 +299,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._progress = ProgressBar(total) if progress else None
         self._warn_of_cuts = CutWarning()
         self._updating = False
+        self._push_seconds = 0.0
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._run = self._new_run()
@@ -599,7 +600,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             - ``tokens_per_second``; for the last batch the means ``turns_per_episode`` and
               ``tokens_per_turn``, and ``staleness/mean`` and ``staleness/max``: versions between an
               episode's oldest token and its delivery;
-            - ``policy_version``; with ``dump_dir`` ``dump_errors``;
+            - ``policy_version``; ``weights/push_seconds``: seconds that the last update of the weights
+              took; with ``dump_dir`` ``dump_errors``;
             - with ``rate_limit``, what :meth:`SampleRatio.stats` returns;
             - the counts of evaluations under ``eval/``.
         """
@@ -607,6 +609,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         stats |= self._counts.waiting()
         stats["queue"] = self._run.scheduler.ready
         stats["policy_version"] = self.policy_version
+        stats["weights/push_seconds"] = self._push_seconds
         if self.rate_limit is not None:
             stats |= self.rate_limit.stats()
         if self._dump is not None:
@@ -665,14 +668,14 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             )
         source = given[0] if given else None
         updater, version = self.weight_updater, self.engine.version
-        self._updating = True
+        self._updating, begun = True, time.monotonic()
         try:
             if updater is None:
                 self.engine.update_weights(source)
             else:
                 updater(policy_or_weights=source, worker_ids=worker_ids)
         finally:
-            self._updating = False
+            self._updating, self._push_seconds = False, time.monotonic() - begun
         if updater is not None and self.engine.version == version:
             self.increment_version()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,8 @@ from tests.collectors.distributed.played import Talk, items
 from tests.engines.sampling_servers import cluster, version_of
 from tests.engines.test_server_weights import KINDS, OLD, refuse, weights
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine, WeightUpdateError
+from torchrl_mt.engines import CompletionsEngine, VLLMWeights, WeightUpdateError
+from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 pytest.importorskip("httpx")
@@ -47,10 +49,10 @@ def servers(kind):
         yield made
 
 
-def make_engine(urls, api, retries):
+def make_engine(urls, api, retries, model="tiny"):
     tokenizer = tiny_chat_tokenizer(list(map(str, range(1, 17))))
     options = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 8, "max_retries": retries}
-    engine = CompletionsEngine(urls, "tiny", tokenizer, api=api, **options)
+    engine = CompletionsEngine(urls, model, tokenizer, api=api, **options)
     engine._servers._pause = 0.05
     return engine
 
@@ -125,6 +127,44 @@ def test_a_server_that_is_started_again_gets_the_weights_first(collect, servers,
         for _ in range(4):
             play()
         assert back.version == first.version == 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_restart_that_no_request_sees_is_told_by_the_answers(collect, servers):
+    with collect(retries=20) as collector:
+        batches, workers = iter(collector), collector._player.workers
+        collector.update_policy_weights_(weights(1))
+        next(batches)
+        states = workers.servers
+        workers.tell_servers(replace(states, is_updating=True))  # no request begins
+        wait_until(lambda: not any(server.running for server in servers.servers))
+        for k in range(2):
+            servers.kill(k)
+            servers.restart(k)
+        workers.tell_servers(states)
+        while not all(server.version and server.prompts for server in servers.servers):
+            assert all(stamp == true for stamp, true in stamps(next(batches)))
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_workers_ask_for_the_version_of_an_adapter(servers, in_threads, tmp_path):
+    on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path)
+    factory = partial(make_engine, servers.urls, "openai", 20, "policy")
+    options = {"episodes_per_batch": 4, "on_update": on_update}
+    with in_threads(Varied, factory, items(4096), **options) as collector:
+        batches = None
+        for version in range(1, 4):
+            folder = SavedModels(tmp_path / "adapters").save(weights(version), version)
+            (folder / "adapter_config.json").write_text("{}")
+            collector.update_policy_weights_(str(folder))
+            if version == 3:
+                for k in range(2):
+                    servers.kill(k)
+                    servers.restart(k)
+            batches = batches or iter(collector)  # before the first update, there is no adapter
+            while (version, version) not in (found := stamps(next(batches))):
+                assert all(stamp == true for stamp, true in found)
+        assert all(list(server.adapters) == ["policy@3"] for server in servers.servers)
 
 
 def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weights(

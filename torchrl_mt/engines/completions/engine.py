@@ -16,12 +16,7 @@ from typing import Any, Literal, get_args
 
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
-from torchrl_mt.engines.completions.api import (
-    OWN_FIELDS,
-    Answer,
-    MalformedAnswerError,
-    parse_answer,
-)
+from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
 from torchrl_mt.engines.completions.images import (
     ImageApi,
     ImageRequests,
@@ -488,12 +483,10 @@ class CompletionsEngine(StaysInProcess):
 
         def parse(payload: Any) -> Answer:
             answer: Answer = request.parse(payload)
-            if self._versions != "reported" or self._has_version_key:
-                return answer
-            if request.path == PATHS["vllm"]:
-                return self._with_versions(payload["choices"][0], answer, *attempts[-1])
-            if request.path == PATHS["sglang"]:
-                return self._with_versions(payload["meta_info"], answer, *attempts[-1])
+            is_own_form = request.path != PATHS["openai"]
+            if self._versions == "reported" and is_own_form and not self._has_version_key:
+                info = payload.get("meta_info") or payload["choices"][0]
+                return self._with_versions(info, answer, *attempts[-1])
             return answer
 
         answer = await self._post(request._replace(parse=parse), prompt, attempts)
@@ -511,7 +504,7 @@ class CompletionsEngine(StaysInProcess):
         except TryAgainError as error:
             if self._servers.lost(server, version, str(error)):
                 raise
-            raise MalformedAnswerError(str(error)) from error
+            raise ValueError(str(error)) from error
         return replace(answer, versions=versions)
 
     async def _post(

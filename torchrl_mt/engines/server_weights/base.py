@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -101,9 +102,14 @@ class ServerWeights(ABC):
         self._pause = pause
         self._saved = SavedModels(folder)
         self._master_address = master_address
-        self._timeout = timeout
         self._wait_ready = wait_ready
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # No socket is left open, and certificates are loaded once, for addresses that need them.
+        self._client = self._httpx.Client(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=timeout,
+            limits=self._httpx.Limits(max_keepalive_connections=0),
+            verify=any(url.startswith("https:") for url in self.urls),
+        )
         self._groups: dict[str, tuple[Group, dict[str, Any]]] = {}
         """Process group with each server's workers, and where they met."""
         self._lock = threading.Lock()
@@ -202,7 +208,7 @@ class ServerWeights(ABC):
                 path = self._saved.path(version)
                 if path is None:
                     raise ServerError("its weights are not on disk: it waits for the next update")
-                with _Paused(self, url, self._pause_mode(is_again=True)):
+                with self._paused(url, self._pause_mode(is_again=True)):
                     self._load_folder(url, path, version)
             except (ServerError, self._httpx.HTTPError) as error:
                 raise ServerError(_reason(error)) from error
@@ -241,11 +247,8 @@ class ServerWeights(ABC):
 
     def _served_names(self) -> set[str]:
         """Names of the weights that the servers started with, if this process sees their folder."""
-        for url in self.urls:
-            try:
-                return saved_names(self._model_path(url))
-            except (ServerError, self._httpx.HTTPError, LookupError, TypeError):
-                continue
+        with suppress(ServerError, self._httpx.HTTPError, LookupError, TypeError):
+            return saved_names(self._model_path(self.urls[0]))
         return set()
 
     def _load_all(self, load: Callable[[str], object]) -> dict[str, str | None]:
@@ -274,7 +277,7 @@ class ServerWeights(ABC):
         end, has_said = time.monotonic() + seconds, False
         while True:
             try:
-                with _Paused(self, url, self._pause_mode()):
+                with self._paused(url, self._pause_mode()):
                     load(url)
                 return None
             except Exception as error:  # also of the process group
@@ -293,12 +296,25 @@ class ServerWeights(ABC):
         if isinstance(error, self._httpx.TransportError):
             return not isinstance(error, self._httpx.ReadTimeout)
         try:
-            health = self._httpx.get(
-                url + "/health", headers=self._headers, timeout=_HEALTH_TIMEOUT
-            )
+            health = self._client.get(url + "/health", timeout=_HEALTH_TIMEOUT)
         except self._httpx.TransportError:
             return True
         return health.status_code in _AWAY
+
+    @contextmanager
+    def _paused(self, url: str, mode: str) -> Iterator[None]:
+        """Pause a server; it is resumed in any case."""
+        try:
+            self._pause_server(url, mode)
+            yield
+        except BaseException:  # the answer may be lost, and the server paused
+            with suppress(ServerError, self._httpx.HTTPError):
+                self._resume_server(url)
+            raise
+        try:
+            self._resume_server(url)
+        except (ServerError, self._httpx.HTTPError) as failure:
+            raise ServerError(f"it does not resume: {_reason(failure)}") from failure
 
     def _pause_mode(self, *, is_again: bool = False) -> str:
         """What a server does with open requests while it loads weights, perhaps once more."""
@@ -323,19 +339,16 @@ class ServerWeights(ABC):
         return self._request("POST", url, path, json=body, params=params)
 
     def _get(self, url: str, path: str) -> Any:
-        """Get from a server; ``None`` if it has no such page."""
-        try:
-            return self._request("GET", url, path)
-        except ServerError as error:
-            if "status 404" in str(error):
-                return None
-            raise
+        """Get from a server; ``False`` if it has no such page."""
+        return self._request("GET", url, path, is_optional=True)
 
-    def _request(self, method: str, url: str, path: str, **sent: Any) -> Any:
+    def _request(
+        self, method: str, url: str, path: str, *, is_optional: bool = False, **sent: Any
+    ) -> Any:
         sent = {name: value for name, value in sent.items() if value}
-        answer = self._httpx.request(
-            method, url + path, headers=self._headers, timeout=self._timeout, **sent
-        )
+        answer = self._client.request(method, url + path, **sent)
+        if is_optional and answer.status_code == 404:
+            return False
         if not answer.is_success:
             raise ServerError(f"{path}: status {answer.status_code}: {answer.text[:300]}")
         try:
@@ -376,35 +389,6 @@ class ServerWeights(ABC):
     @abstractmethod
     def _has(self, url: str, version: int) -> bool:
         """Whether a server says that it has a version."""
-
-
-class _Paused:
-    """A server while it is paused; it is resumed in any case."""
-
-    def __init__(self, weights: ServerWeights, url: str, mode: str) -> None:
-        self._weights = weights
-        self._url = url
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        try:
-            self._weights._pause_server(self._url, self._mode)
-        except BaseException:
-            self._resume()  # the answer may be lost, and the server paused
-            raise
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
-        failure = self._resume()
-        if error is None and failure is not None:
-            raise ServerError(f"it does not resume: {_reason(failure)}") from failure
-        return False
-
-    def _resume(self) -> BaseException | None:
-        try:
-            self._weights._resume_server(self._url)
-        except (ServerError, self._weights._httpx.HTTPError) as failure:
-            return failure
-        return None
 
 
 def _reason(error: BaseException) -> str:

@@ -130,7 +130,7 @@ class SavedModels:
         return len(self._paths)
 
     def keep(self, version: int, count: int = 1) -> None:
-        """Delete the folders that were made here, but those of ``version`` and of ``count - 1`` before."""
+        """Delete the folders that were made here, but for ``version`` and ``count - 1`` before it."""
         kept = sorted(each for each in self._paths if each <= version)[-count:]
         for other in self._paths.keys() - set(kept):
             path, is_own = self._paths.pop(other)

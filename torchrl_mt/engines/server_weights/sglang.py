@@ -130,15 +130,14 @@ class SGLangWeights(ServerWeights):
             raise ServerError(f"{path}: {said!r:.300}")
 
     def _has(self, url: str, version: int) -> bool:
-        for path in ("/get_weight_version", "/get_model_info", "/model_info"):
-            said = self._get(url, path)
-            if said is not None and "weight_version" in said:
-                return bool(str(said["weight_version"]) == str(version))
-        return False
+        said = self._get(url, "/get_weight_version") or self._info(url)
+        return str(said.get("weight_version")) == str(version)
 
     def _model_path(self, url: str) -> str:
-        info = self._get(url, "/get_model_info") or self._get(url, "/model_info") or {}
-        return str(info["model_path"])
+        return str(self._info(url)["model_path"])
+
+    def _info(self, url: str) -> Any:
+        return self._get(url, "/get_model_info") or self._get(url, "/model_info") or {}
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -178,19 +178,14 @@ class VLLMWeights(ServerWeights):
 
     def _optional(self, url: str, path: str, body: Any = None, **params: str) -> bool:
         """Post to an endpoint that not every server has; false if there is none."""
-        try:
-            self._post(url, path, body, **params)
-        except ServerError as error:
-            if "status 404" in str(error):
-                return False
-            raise
-        return True
+        said = self._request("POST", url, path, is_optional=True, json=body, params=params)
+        return said is not False
 
     def _has(self, url: str, version: int) -> bool:
         if self._lora_name is not None:
             return name_of(self._lora_name, version) in self._adapters(url)
         said = self._get(url, "/weight_info")
-        return said is not None and said.get("weight_version") == str(version)
+        return bool(said) and said.get("weight_version") == str(version)
 
     def _adapters(self, url: str) -> list[str]:
         """Versions of the adapter that a server has, by their names."""
