@@ -196,9 +196,9 @@ def test_a_clip_opens_the_images_of_its_steps_alone(tmp_path):
 def test_an_image_that_is_in_two_entries_is_decoded_once(keys, tmp_path, monkeypatch):
     decoded = []
 
-    def read_image(folder, row, *rest):
-        decoded.append((folder.parent.name, row))
-        return image_files.read_image(folder, row, *rest)
+    def read_image(entry, row, *rest):
+        decoded.append((entry.folder.name, row))
+        return image_files.read_image(entry, row, *rest)
 
     disagreeing = episode(2)
     disagreeing["next", "pixels"] = disagreeing["next", "pixels"].flip(0)
