@@ -21,7 +21,7 @@ def inside(folder: Path, name: str | PurePath, *, to_write: bool = False) -> Pat
         to_write: whether to refuse every link: what is written or removed through one lies elsewhere.
 
     Raises:
-        ValueError: if it lies elsewhere, or is neither a file nor a folder (a pipe would block for ever).
+        ValueError: if it lies elsewhere, or is neither a file nor a folder (a pipe would block).
 
     Examples:
         >>> inside(Path("/data"), "a/b.npy")
@@ -29,13 +29,12 @@ def inside(folder: Path, name: str | PurePath, *, to_write: bool = False) -> Pat
         >>> inside(Path("/data"), "../home")
         Traceback (most recent call last):
             ...
-        ValueError: /data names '../home', which lies outside: its files are damaged or not to be trusted.
+        ValueError: /data names '../home', which lies outside: it is damaged or not to be trusted.
     """
     path, parts = folder, PurePath(name).parts
     if not parts or PurePath(name).is_absolute() or ".." in parts or "\0" in str(name):
         raise ValueError(
-            f"{folder} names {str(name)!r}, which lies outside: its files are damaged or not to be "
-            f"trusted."
+            f"{folder} names {str(name)!r}, which lies outside: it is damaged or not to be trusted."
         )
     kind = stat.S_IFREG
     for part in parts:

@@ -73,6 +73,7 @@ def test_numpy_pillow_and_json_alone_read_the_files(tmp_path):
         "pixels",
         "text.jsonl",
         "tokens.prompt",
+        "~crc32.json",
     ]
     action = np.load(folder / "action.npy", mmap_mode="r")
     assert isinstance(action, np.memmap)

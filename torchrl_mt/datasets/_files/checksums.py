@@ -1,9 +1,9 @@
 """Checksums (CRC-32) of what a data set holds, so that bytes that changed are never read as data.
 
-The rows of an entry of an episode have one for every block of about a megabyte, however the format stores
-them; it is compared when a row of the block is first read. Formats whose entries are files of their own
-have one for each file instead (:class:`CheckedFiles`). Together with the episode's length and the checksum
-of its metadata they have one of their own, which is compared when the data set is opened.
+The rows of an entry of an episode have one for every block of about a megabyte, however the format
+stores them; it is compared when a row of the block is first read. Formats whose entries are files of
+their own have one for each file instead (:class:`CheckedFiles`). All of an episode, its length and its
+metadata are covered by one more, which is compared when the data set is opened.
 """
 
 from __future__ import annotations

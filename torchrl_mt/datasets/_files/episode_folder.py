@@ -370,8 +370,8 @@ def checked_header(path: Path, header: Any) -> dict[str, Any]:
     name, options = header.get("data"), header.get("options", {})
     if not (isinstance(name, str) and _DATA.fullmatch(name) and isinstance(options, dict)):
         raise DatasetError(
-            f"{path} must name a folder like data-0123456789ab, got {name!r}: it is damaged or not to be "
-            f"trusted."
+            f"{path} must name a folder like data-0123456789ab, got {name!r}: it is damaged or "
+            f"not to be trusted."
         )
     return dict(header)
 

@@ -9,7 +9,7 @@ A line has
 - ``reward``: sum of the steps' rewards, if there are any, for other tools;
 - ``metadata``;
 - ``steps``: the entries, nested like their keys, each a list with one value per step;
-- ``crc32``: checksum of the bytes of the line before it;
+- ``crc32``: checksum of all else;
 - ``dtypes``: nested likewise, such as ``"float32[3]"``; ``"int64[?]"`` if the length varies. What
   numbers of JSON cannot tell (NaN, infinities, sizes beside a 0) follows it, and is null in ``steps``.
 """
@@ -41,7 +41,6 @@ from torchrl_mt.datasets._encoding.stored_columns import (
 )
 from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of, from_json_text
 from torchrl_mt.datasets._files.writers import EncodedEpisode
-from torchrl_mt.json_lines import line_of
 
 __all__ = ["checked_line", "columns_of", "describe", "fields_of", "with_crc"]
 
@@ -49,7 +48,6 @@ _DTYPE = re.compile(
     r"(?P<dtype>\w+)(?:\[(?P<shape>[\d?, ]*)\])?(?P<stacked> stacked)?"
     r"(?: shapes=(?P<shapes>\S+))?(?: bytes=(?P<bytes>\S*))?"
 )
-_CRC = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 _TEXT: Path = ("text",)
 _REWARD: Path = ("next", "reward")
 
@@ -79,33 +77,30 @@ def describe(episode: EncodedEpisode) -> dict[str, Any]:
     return line
 
 
-def with_crc(line: bytes) -> bytes:
+def with_crc(line: dict[str, Any]) -> dict[str, Any]:
     """Append the checksum of a line to it, as its last entry."""
-    line = line.rstrip()[:-1]
-    return line + b', "crc32": "%08x"}\n' % crc32(line)
+    return {**line, "crc32": _crc(line)}
 
 
-def checked_line(line: bytes) -> Any:
-    """Parse a line; one that has a checksum must be as it was written.
+def checked_line(text: bytes) -> Any:
+    """Parse a line; one that has a checksum must hold what was written.
 
-    Spaces may differ: other tools that copy lines write them anew.
+    The order of its keys and its spaces may differ: tools that filter lines write them anew.
 
     Raises:
         ValueError: if it is no JSON, or has changed.
     """
-    found, value = _CRC.search(line), from_json_text(line)
-    if isinstance(value, dict) and "crc32" in value:
-        if found is None:
-            plain = json.loads(line)
-            plain.pop("crc32")
-            again = line_of(plain).rstrip()[:-1]
-        else:
-            again = line[: found.start()]
-        if value.pop("crc32") != f"{crc32(again):08x}":
-            raise ValueError(
-                "it is not as it was written. If it was changed on purpose, remove its 'crc32'"
-            )
-    return value
+    line = json.loads(text)
+    if isinstance(line, dict) and "crc32" in line and line.pop("crc32") != _crc(line):
+        raise ValueError(
+            "it is not as it was written. If it was changed on purpose, remove its 'crc32'"
+        )
+    # Without Python objects, parsing once is enough.
+    return from_json_text(json.dumps(line)) if b"__type__" in text else line
+
+
+def _crc(line: dict[str, Any]) -> str:
+    return f"{crc32(json.dumps(line, sort_keys=True).encode()):08x}"
 
 
 def columns_of(line: Mapping[str, Any]) -> Iterator[tuple[Path, Column]]:

@@ -38,7 +38,7 @@ def own_node(file: Any, place: str) -> Any:
         if not isinstance(file.get(part, getlink=True), h5py.HardLink):
             how = "a link, which is not followed" if part in file else "missing"
             raise DatasetError(
-                f"{part!r} of {file.filename} is {how}: copy the data into the file."
+                f"{part!r} of {file.file.filename} is {how}: copy the data into the file."
             )
     return check_own(file[place])
 

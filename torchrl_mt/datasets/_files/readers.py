@@ -80,7 +80,7 @@ def runs_of(first: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
     return within(counts) * stride + np.repeat(first, counts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Blocks:
     """The blocks of rows of an entry that have a checksum each."""
 
@@ -91,6 +91,8 @@ class _Blocks:
     crcs: np.ndarray
     done: np.ndarray
     """Whether the checksum was compared."""
+    left: int
+    """How many were not."""
 
 
 class FormatReader(ABC):
@@ -145,6 +147,8 @@ class FormatReader(ABC):
         if self.checksums is None:
             return
         blocks = self._blocks.get(path) or self._blocks_of(self.checksums)[path]
+        if not blocks.left:
+            return
         begin = rows.starts // blocks.size
         last = (rows.starts + np.maximum(rows.counts - 1, 0) * rows.stride) // blocks.size
         touched = runs_of(blocks.first[rows.episodes] + begin, last - begin + 1, 1)
@@ -161,6 +165,7 @@ class FormatReader(ABC):
                 f"{name_of(path)} of episode {wrong[0]} is not as it was written: a file is damaged"
             )
         blocks.done[new] = True
+        blocks.left -= len(new)
 
     def _blocks_of(self, checksums: Checksums) -> dict[Path, _Blocks]:
         """Find the blocks of every entry."""
@@ -171,7 +176,8 @@ class FormatReader(ABC):
                 counts = -(-self.rows_of(path) // size)
                 crcs = checksums.values[runs_of(begin, counts, 1)]
                 done = np.zeros(len(crcs), bool)
-                self._blocks[path] = _Blocks(size, counts.cumsum() - counts, crcs, done)
+                first = counts.cumsum() - counts
+                self._blocks[path] = _Blocks(size, first, crcs, done, len(crcs))
                 begin = begin + counts
         return self._blocks
 

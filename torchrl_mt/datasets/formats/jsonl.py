@@ -40,7 +40,8 @@ __all__ = ["FORMAT"]
 _LENGTH = re.compile(rb'\s*\{\s*"length"\s*:\s*(\d+)\s*[,}]')
 """The beginning of a line."""
 _BEGIN, _END, _TAIL = b'{"length": ', b', "crc32": "', 24
-"""How our lines begin, how their last entry does, and the bytes in which that is."""
+"""How our lines begin, how their last entry does, and the bytes of that."""
+_WHOLE = re.compile(rb', "crc32": "[0-9a-f]{8}"\}.?\Z', re.DOTALL)
 _MOST_STEPS = 1 << 40
 
 
@@ -125,7 +126,7 @@ class _Writer(FormatWriter):
 
     def write(self, episode: EncodedEpisode) -> None:
         """Append a line."""
-        append_lines(self._new or self.path, [with_crc(line_of(describe(episode)))])
+        append_lines(self._new or self.path, [line_of(with_crc(describe(episode)))])
         self._written = True
         if self._new is not None and self.mode != "overwrite":
             self._publish(self._new)
@@ -153,7 +154,7 @@ def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for line in _lines(file):
         match = _LENGTH.match(line)
         # A killed writer may have left part of the last line.
-        if line.endswith(b"\n") or _END in line[-_TAIL:] or _parsed(line) is not None:
+        if line.endswith(b"\n") or _WHOLE.search(line[-_TAIL:]) or _parsed(line) is not None:
             if match is not None:
                 length = _length({"length": int(match[1])})
             elif line.isspace():
@@ -169,8 +170,7 @@ def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _lines(file: Any) -> Iterator[bytes]:
-    """Iterate over the lines of a file, where a line end that changed, or a byte that became one, is no
-    reason to take two lines for one, or one for two."""
+    """Iterate over the lines of a file; also where a line end, or a byte to one, has changed."""
     before = b""
     for line in file:
         if before and not line.startswith(_BEGIN) and line.strip() and _parsed(before) is None:
@@ -182,7 +182,7 @@ def _lines(file: Any) -> Iterator[bytes]:
         if line.count(_END) > 1:
             *whole, line = re.split(rb'(?<="\}).(?=\{"length": )', line, flags=re.DOTALL)
             yield from (each + b"\n" for each in whole)
-        if line.startswith(_BEGIN) and _END not in line[-_TAIL:]:
+        if line.startswith(_BEGIN) and not _WHOLE.search(line[-_TAIL:]):
             before = line  # Its end may follow.
         else:
             yield line
