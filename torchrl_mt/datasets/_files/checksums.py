@@ -90,7 +90,8 @@ def _crc(stored: StoredRows) -> int:
     if isinstance(stored, TextRows):
         return crc32("\n".join(stored.texts).encode())
     shapes = b"" if isinstance(stored, DenseRows) else stored.shapes.tobytes()
-    return crc32(np.ascontiguousarray(stored.values).reshape(-1).view(np.uint8), crc32(shapes))
+    values = np.ascontiguousarray(stored.values).reshape(-1)
+    return crc32(values.view(np.uint8).data, crc32(shapes))
 
 
 # ---- of all episodes ------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class EpisodeList:
                 raise ValueError("it has lengths below 1")
             self.checksums: Checksums | None = None
             self.crcs_end = 0
-            if "crcs_end" in record.names:
+            if header["version"] > 1:
                 ends = records["crcs_end"].astype(np.int64)
                 values = np.fromfile(folder / _CHECKSUMS, "<u4")
                 self.checksums = Checksums(values, ends, self.lengths, self.own_next)
