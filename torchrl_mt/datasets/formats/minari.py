@@ -127,7 +127,7 @@ class _Hdf5Files(_Files):
 
     def metadata(self, episode: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, value in self._file[f"episode_{episode}"].attrs.items():
+        for name, value in own_node(self._file, f"episode_{episode}").attrs.items():
             *outer, last = name.split("/")
             place = found
             for each in outer:
@@ -138,7 +138,9 @@ class _Hdf5Files(_Files):
         return found
 
     def leaves(self, episode: int) -> Iterator[_Leaf]:
-        yield from self._leaves_of(self._file[f"episode_{episode}"], (), self.length(episode))
+        yield from self._leaves_of(
+            own_node(self._file, f"episode_{episode}"), (), self.length(episode)
+        )
 
     def _leaves_of(self, group: Any, names: tuple[str, ...], steps: int) -> Iterator[_Leaf]:
         for name in group:
