@@ -6,11 +6,11 @@ import pickle
 HOW = ["dumps", "state_dict", "pickle", "deepcopy"]
 
 
-def saved(held, how, path, other):
-    """One that holds what ``held`` does; ``other`` is there to be loaded."""
+def saved(held, how, path, other, **kwargs):
+    """One that holds what ``held`` does; ``other`` is there to be loaded, with these arguments."""
     if how == "dumps":
         held.dumps(path)
-        other.loads(path)
+        other.loads(path, **kwargs)
         return other
     if how == "state_dict":
         other.load_state_dict(held.state_dict())

@@ -488,3 +488,50 @@ def test_nested_tensors_in_rows_are_refused():
     batch._tensordict["y"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
     with pytest.raises(ValueError, match=r"'y' is a nested tensor.*lazy_stack"):
         buffer().extend(batch)
+
+
+FIRST = [  # Steps of an open episode, and a whole episode that they cannot be stored beside.
+    (torch.arange(2), torch.rand(3)),
+    (torch.zeros(2, 3), torch.zeros(4, 4)),
+    (torch.zeros(2, 3), torch.arange(3)),
+]
+
+
+def of_one(episode, values, *, done, **more):
+    ends = torch.arange(len(values)).unsqueeze(-1) == len(values) - 1 if done else None
+    flags = torch.zeros(len(values), 1, dtype=torch.bool) if ends is None else ends
+    ids = torch.full((len(values),), episode)
+    data = {"episode": ids, "value": values, "next": {"done": flags}, **more}
+    return TensorDict(data, [len(values)])
+
+
+@pytest.mark.parametrize(("held", "whole"), FIRST)
+def test_a_whole_episode_fixes_no_schema_that_open_ones_lack(held, whole):
+    rb = buffer()
+    rb.extend(of_one(0, held, done=False))
+    with pytest.raises(ValueError, match=r"open episode 0 .*'value'.*discard"):
+        rb.extend(of_one(1, whole, done=True))
+    assert len(rb) == 0
+    rb.extend(of_one(0, held, done=True))
+    assert rb.storage.episode(0)["value"].tolist() == 2 * held.tolist()
+    other = buffer()
+    other.extend(of_one(0, held, done=False))
+    other.writer.discard(0)
+    other.extend(of_one(1, whole, done=True))
+    assert other.storage.num_episodes == 1
+
+
+def test_a_whole_episode_with_other_keys_waits_for_the_open_one():
+    rb = buffer()
+    rb.extend(of_one(0, torch.arange(2), done=False, more=torch.arange(2)))
+    with pytest.raises(ValueError, match=r"open episode 0 .*'more'"):
+        rb.extend(of_one(1, torch.arange(3), done=True))
+
+
+def test_a_whole_episode_of_varying_shapes_may_be_the_first():
+    rb = buffer()
+    rb.extend(of_one(0, torch.zeros(2, 3), done=False))
+    steps = [of_one(1, torch.zeros(1, size), done=size == 2)[0] for size in (3, 2)]
+    rb.extend(lazy_stack(steps))
+    rb.extend(of_one(0, torch.zeros(2, 3), done=True))
+    assert rb.storage.num_episodes == 2

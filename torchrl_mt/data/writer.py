@@ -418,6 +418,7 @@ class EpisodeWriter(SavesState, Writer):
         apart = bool(opened.slots) and id_source != self._id_source
         if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
             # All episodes are whole, and no open one is concerned.
+            self._check_open_fit(batch)
             whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
             whole.sort(key=lambda episode: int(episode.rows[-1]))
             return self._commit(batch, shape, whole, continuity, paths, id_source)
@@ -520,6 +521,20 @@ class EpisodeWriter(SavesState, Writer):
             f"episode {batch.segments.keys[i]} is refused: an episode of {sizes[i]} steps does not fit "
             f"in max_steps={budget}: give EpisodeStorage a larger budget."
         )
+
+    def _check_open_fit(self, batch: Batch) -> None:
+        """Refuse a first batch whose schema the open episodes, which are stored later, would not fit."""
+        opened = self._open
+        if not (opened.slots and opened.schema) or self.transform or self._storage.schema:
+            return
+        length = torch.tensor([batch.steps.length], device="cpu")
+        try:
+            Schema.of(batch.steps, length, share_next=False).merge(opened.schema)
+        except ValueError as error:
+            raise ValueError(
+                f"the open episode {next(iter(opened.slots))!r} would not fit beside the steps of this "
+                f"batch: {error} Send one kind of steps, or drop it: writer.discard(key)."
+            ) from error
 
     def _schema_with(self, batch: Batch, form: Form | None) -> Schema:
         """Merge the schema of a batch into that of the open steps.

@@ -375,7 +375,9 @@ def test_histories_are_kept_as_they_are(how, tmp_path):
     for episode in episodes:
         rb.extend(episode)
     expected = [plain_steps(episode) for episode in episodes[1:]]
-    copy = rb if how == "storage" else saved(rb, how, tmp_path, make_buffer(max_steps=6))
+    copy = (
+        rb if how == "storage" else saved(rb, how, tmp_path, make_buffer(max_steps=6), trust=True)
+    )
     assert [plain_steps(episode) for episode in copy.storage.episodes()] == expected
     assert plain_steps(copy[:]) == [*expected[0], *expected[1]]
     assert isinstance(copy[1]["history", "prompt"], History)

@@ -350,3 +350,31 @@ def test_its_lines_are_conversations_for_a_supervised_start(tmp_path):
     assert len(rows) == 2
     for i in range(2):
         assert (rows[i] == expected[i]).all()
+
+
+@pytest.mark.parametrize(
+    ("written", "edited"),
+    [
+        ('"whole": [0, 1, 2]', '"whole": [0, 1.7, 2]'),
+        ('"whole": [0, 1, 2]', '"whole": [0, "1", 2]'),
+        ('"rows": [[1], [2, 3], []]', '"rows": [[1], [2.5, 3], []]'),
+        ('"flags": [true, false, true]', '"flags": [true, 0.5, true]'),
+        ('"flags": [true, false, true]', '"flags": [true, 7, true]'),
+        ('"small": [1, 2, 3]', '"small": [1, 300, 3]'),
+        ('"small": [1, 2, 3]', '"small": [1, -1, 3]'),
+        ('"real": [0.5, 1.0, 2.0]', '"real": [0.5, null, 2.0]'),
+        ('"real": [0.5, 1.0, 2.0]', '"real": [0.5, "1.0", 2.0]'),
+    ],
+)
+def test_numbers_that_an_entry_cannot_hold_are_refused(written, edited, tmp_path):
+    path = tmp_path / "set.jsonl"
+    with open_episodes(path) as out:
+        episode = {"whole": [0, 1, 2], "rows": [[1], [2, 3], []], "real": [0.5, 1.0, 2.0]}
+        small = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        out.write_episode({**episode, "flags": [True, False, True], "small": small})
+    text = path.read_text(encoding="utf-8")
+    assert written in text
+    EpisodeDataset(path).episode(0)
+    path.write_text(text.replace(written, edited), encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"episode 0 .*damaged"):
+        EpisodeDataset(path).episode(0)

@@ -208,11 +208,19 @@ def _numbers(tensor: Tensor) -> np.ndarray:
 def _tensor(dtype: torch.dtype, numbers: list[Any]) -> Tensor:
     """Undo :func:`_numbers`."""
     if dtype.is_complex:
-        pairs = torch.from_numpy(np.array(numbers, dtype=np.float64).reshape(-1, 2))
+        pairs = torch.from_numpy(_exact(numbers, np.dtype(np.float64)).reshape(-1, 2))
         return torch.view_as_complex(pairs.to(dtype.to_real()))
     if dtype.is_floating_point:
-        return torch.from_numpy(np.array(numbers, dtype=np.float64)).to(dtype)
-    return torch.from_numpy(np.array(numbers, dtype=array_dtype(Field("dense", (), dtype))))
+        return torch.from_numpy(_exact(numbers, np.dtype(np.float64))).to(dtype)
+    return torch.from_numpy(_exact(numbers, array_dtype(Field("dense", (), dtype))))
+
+
+def _exact(numbers: list[Any], dtype: np.dtype) -> np.ndarray:
+    """Convert lists of numbers; ``ValueError`` if they are others than the dtype has."""
+    array = np.array(numbers, dtype)
+    if array.tolist() != numbers:
+        raise ValueError(f"not all of its numbers are of {dtype}: {numbers!r:.60}.")
+    return array
 
 
 def _without_odd(values: Any) -> Any:
