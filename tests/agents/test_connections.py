@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import weakref
@@ -147,6 +148,52 @@ def test_a_connection_without_a_request_is_closed(sent):
                 if sent == "letter by letter":
                     writer.write(b"a")
                 await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+STRANGE = {
+    "nothing": b"",
+    "half a head": b"POST /v1/chat/completions HTTP/1.1\r\nAuth",
+    "no key": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a wrong key": b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-1-2\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", STRANGE.values(), ids=list(STRANGE))
+def test_a_strangers_connection_ends_though_others_may_be_idle_for_long(sent, monkeypatch):
+    monkeypatch.setattr("torchrl_mt.agents.server._STRANGER_SECONDS", 0.02)
+
+    async def main():
+        async with session_of(counting_engine()) as session, connection_to(session) as known:
+            known[1].write(request_of(session))
+            assert (await response_of(known[0]))[0] == 200
+            async with connection_to(session) as (reader, writer):
+                writer.write(sent)
+                await reader.read()  # to its end
+            known[1].write(request_of(session))
+            assert (await response_of(known[0]))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_strangers_do_not_take_the_place_of_those_who_have_a_key():
+    async def main():
+        async with (
+            session_of(counting_engine(), max_requests=3) as session,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            known = await stack.enter_async_context(connection_to(session))
+            known[1].write(request_of(session))
+            assert (await response_of(known[0]))[0] == 200
+            strangers = [await stack.enter_async_context(connection_to(session)) for _ in range(6)]
+            ends = [asyncio.ensure_future(reader.read()) for reader, _ in strangers]
+            await until(lambda: sum(end.done() for end in ends) == 4)
+            for reader, writer in (known, await stack.enter_async_context(connection_to(session))):
+                writer.write(request_of(session))
+                assert (await response_of(reader))[0] == 200
+            for end in ends:
+                end.cancel()
 
     asyncio.run(main())
 

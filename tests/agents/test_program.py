@@ -102,6 +102,7 @@ def test_a_program_finds_its_episode_and_is_judged(tmp_path, monkeypatch, is_asy
         ["sh", "-c", script],
         reward=judge if is_async else everything,
         env={"OWN": "x", "OPENAI_BASE_URL": "elsewhere"},
+        env_inherit=["FROM_HERE", "OPENAI_API_KEY"],
         cwd=tmp_path,
         timeout=PATIENCE,
     )
@@ -115,6 +116,22 @@ def test_a_program_finds_its_episode_and_is_judged(tmp_path, monkeypatch, is_asy
     item, rest = said[: said.rindex("}") + 1], said[said.rindex("}") + 1 :]
     assert json.loads(item) == data
     assert rest.split() == ["http://127.0.0.1:9/v1", "key-7", "1", "x"]
+
+
+@pytest.mark.parametrize(
+    ("inherit", "told"),
+    [((), []), (["A_TOKEN", "NOT_SET"], ["A_TOKEN"]), (True, ["A_TOKEN", "B_TOKEN"])],
+)
+def test_secrets_of_this_process_stay_here_unless_asked_for(monkeypatch, inherit, told):
+    for name in ("A_TOKEN", "B_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    agent = AgentProgram(["env"], reward=everything, env={"OWN": "x"}, env_inherit=inherit)
+    lines = run(agent)[-1].splitlines()
+    assert [line for line in sorted(lines) if line.endswith("=secret")] == [
+        f"{name}=secret" for name in told
+    ]
+    assert f"PATH={os.environ['PATH']}" in lines
+    assert "OWN=x" in lines
 
 
 @pytest.mark.parametrize("result", [None, 0.5, [1.0], {"c": 1.0}])
@@ -140,6 +157,12 @@ def test_a_program_that_fails_is_told_of_once(caplog):
         ({"command": ["a", 1]}, TypeError, "command must be a list of strings, got 1 in it"),
         ({"reward": 1.0}, TypeError, "reward must be a function, got 1.0"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings, got 'A': 1"),
+        (
+            {"env_inherit": "PATH"},
+            TypeError,
+            "env_inherit must be True or a list of names, got 'PATH'",
+        ),
+        ({"env_inherit": [1]}, TypeError, "env_inherit must be True or a list of names, got .1."),
         ({"timeout": 0}, ValueError, "timeout must be positive, got 0"),
     ],
 )

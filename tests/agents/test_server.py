@@ -243,6 +243,8 @@ def test_models_beside_the_policy_make_no_turns():
         async with session_of(engine, models={"policy": engine, "judge": judge}) as session:
             client = client_of(session)
             assert [model.id async for model in client.models.list()] == ["policy", "judge"]
+            for name in ("judge", "any/name"):
+                assert (await client.models.retrieve(name)).id == name
             for model in ("judge", "gpt-4o", "policy"):
                 await client.chat.completions.create(model=model, messages=[user("one")])
             assert len(session.turns()) == 2

@@ -74,7 +74,12 @@ def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
 
 def test_a_model_that_is_converted_within_a_step_fails_its_requests_by_name(model, tokenizer):
     moves = []
-    model.model.layers[0].register_forward_hook(lambda *_: [move(model) for move in moves])
+
+    def hook(*_):
+        for move in moves:
+            move(model)
+
+    model.model.layers[0].register_forward_hook(hook)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
     moves.append(double)
     with pytest.raises(RuntimeError, match="moved or converted while tokens were sampled"):

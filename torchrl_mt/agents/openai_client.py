@@ -94,6 +94,9 @@ class _InProcess(httpx.AsyncBaseTransport):
         method, path = request.method, request.url.path
         if (method, path) == ("GET", "/v1/models"):
             return httpx.Response(200, json=model_list(["policy"]))
+        if method == "GET" and path.startswith("/v1/models/"):
+            name = path.removeprefix("/v1/models/")
+            return httpx.Response(200, json=model_list([name])["data"][0])
         if (method, path) != ("POST", "/v1/chat/completions"):
             raise RequestError(f"{method} {path} is not answered here.", status=404)
         chat = read_chat(decoded(await request.aread()), several=True)

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_mt.checks import check_positive
 from torchrl_mt.collectors.workflow import Rejected
@@ -30,6 +30,13 @@ __all__ = ["AgentProgram", "ProgramTimeoutError"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+# fmt: off
+_INHERITED = (
+    "HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH",
+    "SHELL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV",
+)
+# fmt: on
+"""Variables of this process that programs always have; none of them holds a secret."""
 _STDOUT_BYTES = 4 * 2**20
 """Bytes of standard output that are kept."""
 _STDERR_BYTES = 2000
@@ -74,14 +81,17 @@ class AgentProgram:
             of which the last 4 MiB are kept. Returns what an agent's ``run`` returns: a number,
             ``{completion_id: reward}``, a list with one reward per call, or ``None`` to reject the
             episode.
-        env: further environment variables, on top of those of this process.
+        env: environment variables of the program, which replace inherited ones.
+        env_inherit: names of further variables of this process that the program has, or ``True`` for
+            all. By default, it has those that find programs, libraries and folders (``PATH``, ``HOME``,
+            ``LANG``, ``TMPDIR``, ``PYTHONPATH`` and the like), and no keys or tokens.
         cwd: the program's working directory; that of this process if ``None``.
         timeout: seconds for the program. When they have passed, the episode is rejected, and ``reward``
             is not called. No limit if ``None``.
 
     Raises:
         TypeError: if ``command`` is no sequence of strings, ``reward`` cannot be called, or ``env`` has
-            anything but strings.
+            anything but strings, or ``env_inherit`` is neither ``True`` nor a list of names.
         ValueError: if ``command`` is empty, or ``timeout`` is not positive.
         NotImplementedError: on Windows, which has no process groups of this kind.
 
@@ -97,6 +107,7 @@ class AgentProgram:
         *,
         reward: Callable[..., Any],
         env: Mapping[str, str] | None = None,
+        env_inherit: Sequence[str] | Literal[True] = (),
         cwd: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -119,8 +130,14 @@ class AgentProgram:
         for name, value in (env or {}).items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"env must map strings to strings, got {name!r}: {value!r}.")
+        if env_inherit is not True and (
+            isinstance(env_inherit, str)
+            or not all(isinstance(name, str) for name in env_inherit or ())
+        ):
+            raise TypeError(f"env_inherit must be True or a list of names, got {env_inherit!r}.")
         if timeout is not None:
             check_positive("timeout", timeout)
+        self._env_inherit = env_inherit
         self._command = [os.fspath(part) for part in command]
         self._reward = reward
         self._env = dict(env or {})
@@ -147,7 +164,9 @@ class AgentProgram:
             Exception: of the reward.
         """
         item = _as_json(data)
-        env = {**os.environ, **self._env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        names = os.environ if self._env_inherit is True else {*_INHERITED, *self._env_inherit}
+        own = {name: os.environ[name] for name in names if name in os.environ}
+        env = {**own, **self._env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         process = await call_in_thread(self._start, item, env, unclaimed=_end)
         stdout = _Tail(process.stdout, _STDOUT_BYTES)
         stderr = _Tail(process.stderr, _STDERR_BYTES)

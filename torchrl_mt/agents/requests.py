@@ -6,7 +6,7 @@ A request is either understood as a whole or refused with an error that names th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ __all__ = ["ChatRequest", "RequestError", "TokensRequest", "decoded", "read_chat
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
 """Fields that are passed to the engine as they are."""
-_MOST = 128
-"""Most answers to a request."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -178,10 +176,8 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
     ):
         raise RequestError(f"tools must be a list of JSON schemas, got {_shown(tools)}.", "tools")
     n = body.get("n") if several else None
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST):
-        raise RequestError(
-            f"n must be a number of answers from 1 to {_MOST}, got {_shown(n)}.", "n"
-        )
+    if n is not None:
+        _checked("n", checked_number, "n", n)
     return ChatRequest(
         **common,
         messages=list(messages),
@@ -227,12 +223,10 @@ def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> d
                 name,
             )
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    stops = _stops(sampling.pop("stop", None))
+    stop = sampling.pop("stop", None)
+    stops = list(_checked("stop", checked_stop, None if stop == "" else stop))
     for name, value in sampling.items():
-        try:
-            checked_number(name, value)
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error), name) from None
+        _checked(name, checked_number, name, value)
     if stops:
         sampling["stop"] = stops
     if not isinstance(body.get("model") or "", str):
@@ -258,20 +252,16 @@ def _max_new_tokens(body: Mapping[str, Any]) -> int | None:
         value = body.get(name)
         if value is None:
             continue
-        try:
-            return int(checked_number("max_new_tokens", value))
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error).replace("max_new_tokens", name), name) from None
+        return _checked(name, checked_number, "max_new_tokens", value)
     return None
 
 
-def _stops(stop: Any) -> list[str]:
-    if stop is None or stop == "":
-        return []
+def _checked(field: str, check: Callable[..., Any], *args: Any) -> Any:
+    """What a check of the engines returns; its error names the field."""
     try:
-        return list(checked_stop(stop))
+        return check(*args)
     except (TypeError, ValueError) as error:
-        raise RequestError(str(error), "stop") from None
+        raise RequestError(str(error).replace("max_new_tokens", field), field) from None
 
 
 def _check_calls(calls: Any, k: int) -> None:

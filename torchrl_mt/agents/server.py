@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -41,14 +42,19 @@ __all__ = ["AgentServer"]
 
 _logger = logging.getLogger("torchrl_mt")
 
+_KNOWN = "torchrl_mt.known"
+"""Marks the scope of a request with a session's key."""
+_STRANGER_SECONDS = 5.0
+"""Seconds, at most doubled, that a connection may stay without a request that has a key."""
+
 
 class AgentServer:
     """Serve OpenAI's chat completions from an engine, and record every call as a turn of an episode.
 
     Use it as an async context manager. :meth:`open` begins an episode and gives its address and key.
     It answers ``POST /v1/chat/completions`` (streams, too), ``POST /v1/completions`` with token ids,
-    ``GET /v1/models`` and, without a key, ``GET /health``. It must run in the event loop that opens and
-    closes the sessions.
+    ``GET /v1/models``, ``GET /v1/models/{id}`` (any name is a model) and, without a key,
+    ``GET /health``. It must run in the event loop that opens and closes the sessions.
 
     A request that goes on from an earlier reply continues with the tokens of that reply. Messages match
     by role, content and tool calls (arguments as JSON values). Any other request begins a new branch of
@@ -68,9 +74,11 @@ class AgentServer:
         chat: options of rendering messages; requests add ``tools`` and ``chat_template_kwargs``. Unless
             they say otherwise, ``on_break`` is ``"append"``: what was sampled stays as it was.
         max_body_bytes: maximum size of a request; larger ones get status 413.
-        max_requests: maximum number of requests in progress; further ones get status 503.
+        max_requests: maximum number of requests in progress; further ones get status 503. If there are
+            as many connections, a new one replaces one that has sent no request with a session's key.
         idle_timeout: seconds after which a connection without a request is closed, a request whose body
-            has not come is refused, and a session of :meth:`open` without a request is ended.
+            has not come is refused, and a session of :meth:`open` without a request is ended. A
+            connection that has sent no request with a session's key is closed within 10 seconds.
         processor: the processor of a model that takes images. Messages to the policy may then have
             ``image_url`` parts with ``data:`` URIs. Without it, images get status 400.
 
@@ -174,7 +182,7 @@ class AgentServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            http=_Connection,
+            http=partial(_Connection, self._max_requests),  # type: ignore[arg-type]
             timeout_keep_alive=self._idle_timeout,  # type: ignore[arg-type]  # It may be a fraction.
             timeout_graceful_shutdown=1,
         )
@@ -260,6 +268,7 @@ class AgentServer:
         if scheme.lower() == "bearer":
             session = self._sessions.get(key)
             if session is not None:
+                request.scope[_KNOWN] = True
                 return session
             number, _, signature = key.removeprefix("sk-").partition("-")
             if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
@@ -304,6 +313,7 @@ class AgentServer:
                 Route("/v1/chat/completions", self._answers("chat"), methods=["POST"]),
                 Route("/v1/completions", self._answers("tokens"), methods=["POST"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
+                Route("/v1/models/{id:path}", self._show_model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
             ],
             exception_handlers={
@@ -319,6 +329,10 @@ class AgentServer:
     async def _list_models(self, request: Request) -> Response:
         self._session_of(request)
         return JSONResponse(model_list(["policy", *(n for n in self._models if n != "policy")]))
+
+    async def _show_model(self, request: Request) -> Response:
+        self._session_of(request)
+        return JSONResponse(model_list([request.path_params["id"]])["data"][0])
 
     def _answers(self, kind: str) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
@@ -411,8 +425,21 @@ class _Connection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _seen: Any = None
 
+    def __init__(self, most_strangers: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most_strangers = most_strangers
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its last request had a session's key."""
+        return self.cycle is not None and _KNOWN in self.cycle.scope
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to look after it."""
+        """Begin to look after it; close one of the strangers if there are too many."""
+        if len(self.connections) >= self._most_strangers:
+            strangers = (each for each in self.connections if not each.is_known)  # type: ignore
+            if (stranger := next(strangers, None)) is not None:
+                stranger.transport.abort()
         super().connection_made(transport)
         self._look_later()
 
@@ -423,7 +450,10 @@ class _Connection(H11Protocol):
             self._timer.cancel()
 
     def _look_later(self) -> None:
-        self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+        seconds: float = self.timeout_keep_alive
+        if not self.is_known:
+            seconds = min(seconds, _STRANGER_SECONDS)
+        self._timer = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
         """Close it, unless a request came since the last look, or one waits for its response."""

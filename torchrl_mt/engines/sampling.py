@@ -23,6 +23,7 @@ BOUNDS: dict[str, tuple[Any, float, float]] = {
     "top_k": (Integral, -1, 2**31 - 1),
     "top_p": (Real, 0, 1),
     "min_p": (Real, 0, 1),
+    "n": (Integral, 1, 128),
     "seed": (Integral, -(2**63), 2**63 - 1),
     "max_new_tokens": (Integral, 1, 2**31 - 1),
     "presence_penalty": (Real, -2, 2),

@@ -55,16 +55,17 @@ class CachedModel:
             raise ValueError(_refusal(model, reason)) from error
         if problem is not None:
             raise ValueError(_refusal(model, problem))
-        self._place = self._read_place()
+        self._place = self.model.device, self.model.dtype
 
     def has_moved(self) -> bool:
         """Whether device or dtype of the model have changed since the layout was read."""
-        return self._place != self._read_place()
+        return self._place != (self.model.device, self.model.dtype)
 
     def follow(self) -> None:
         """Read the layout again; caches made before are of no use."""
         self.layout = self._read_layout()
-        self._place = self._read_place()  # hooks of accelerate may move the model in a pass
+        # After the pass: hooks of accelerate may move the model in it.
+        self._place = self.model.device, self.model.dtype
 
     def new_cache(self) -> PaddedCache:
         """Make an empty cache."""
@@ -110,11 +111,6 @@ class CachedModel:
             **inputs, visual_pos_masks=is_image, deepstack_visual_embeds=layers
         ).last_hidden_state
         return self.model.get_output_embeddings()(hidden[:, -1])
-
-    def _read_place(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the first parameter."""
-        parameter = next(self.model.parameters())
-        return parameter.device, parameter.dtype
 
     def _read_key_cost(self) -> float:
         """Cost of attending to a cached token, relative to computing a token."""

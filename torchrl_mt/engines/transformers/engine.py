@@ -134,8 +134,7 @@ class TransformersEngine(StaysInProcess):
         self._sampling = Sampling().changed(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
         )
-        if seed is None:
-            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        seed = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
         self._seed = checked_number("seed", seed)
         self._warn = TruncationWarning()
         # Of the two, only a processor has a tokenizer. Its class would import Pillow.
@@ -266,8 +265,7 @@ class TransformersEngine(StaysInProcess):
         )
         record = self._record(params)
         self._warn(record)
-        if seed is not None:
-            seed = checked_number("seed", seed)
+        seed = None if seed is None else checked_number("seed", seed)
         ends = self._stop_ids
         if stop_token_ids is not None:
             ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
