@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
+from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
 from .engines import test_images
@@ -305,3 +308,24 @@ def test_functions_of_rows_may_answer_on_any_device():
     for key in (("rewards", "shaped"), "advantage", ("weights", "full")):
         assert made[key].is_cuda
         torch.testing.assert_close(made[key].cpu(), expected[key])
+
+
+def test_an_engine_of_a_split_model_names_its_devices():
+    model, tokenizer = tiny_chat_model(["guess"])
+    model.lm_head.cuda()
+    with pytest.raises(
+        ValueError, match=r"must be on one device, got a Qwen2.* on \['cpu', 'cuda:0'\]"
+    ):
+        TransformersEngine(model, tokenizer)
+
+
+def test_the_pages_functions_of_rows_run_where_the_rows_are():
+    page = (Path(__file__).parents[1] / "docs" / "learning.rst").read_text()
+    start = page.index("   def only_groups_with_spread(rows):")
+    names = {"torch": torch}
+    exec(textwrap.dedent(page[start : page.index("   maker = ", start)]), names)
+    functions = [names["only_groups_with_spread"], names["shorter_is_better"]]
+    rows = make_rows(n=9)
+    expected = ExperienceMaker(make_model(), process=functions)(rows.clone())
+    made = ExperienceMaker(make_model().cuda(), process=functions)(rows.cuda())
+    torch.testing.assert_close(made["advantage"].cpu(), expected["advantage"])

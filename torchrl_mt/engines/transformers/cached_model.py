@@ -40,6 +40,12 @@ class CachedModel:
         barred: Sequence[int] = (),
         features: ImageFeatures | None = None,
     ) -> None:
+        devices = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
+        if len(devices) > 1:
+            raise ValueError(
+                f"model must be on one device, got a {type(model).__name__} on {sorted(devices)}; load "
+                "it without device_map, or have a server split it (CompletionsEngine)."
+            )
         self.model = model
         self._barred, self._features = barred, features
         accepted = inspect.signature(model.forward).parameters
