@@ -16,12 +16,7 @@ from typing import Any, Literal, get_args
 
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
-from torchrl_mt.engines.completions.api import (
-    OWN_FIELDS,
-    Answer,
-    MalformedAnswerError,
-    parse_answer,
-)
+from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
 from torchrl_mt.engines.completions.images import (
     ImageApi,
     ImageRequests,
@@ -240,8 +235,9 @@ class CompletionsEngine(StaysInProcess):
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
+        self.model_name = model
+        """The name under which the servers serve the model."""
         self._body = {
-            "model": model,
             "temperature": temperature,
             **_PLAIN,
             **_WITH_TOKENS,
@@ -287,17 +283,12 @@ class CompletionsEngine(StaysInProcess):
             self._versions = on_update.versions
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
-            self._images = ImageRequests(form, self._vision, self._post)
+            self._images = ImageRequests(form, self._vision, lambda x: self._post(x, (), []))
 
     @property
     def urls(self) -> list[str]:
         """Addresses of the servers, without paths."""
         return [server.origin for server in self._servers.all]
-
-    @property
-    def model_name(self) -> str:
-        """The name under which the servers serve the model."""
-        return str(self._body["model"])
 
     @property
     def version(self) -> int:
@@ -488,12 +479,10 @@ class CompletionsEngine(StaysInProcess):
 
         def parse(payload: Any) -> Answer:
             answer: Answer = request.parse(payload)
-            if self._versions != "reported" or self._has_version_key:
-                return answer
-            if request.path == PATHS["vllm"]:
-                return self._with_versions(payload["choices"][0], answer, *attempts[-1])
-            if request.path == PATHS["sglang"]:
-                return self._with_versions(payload["meta_info"], answer, *attempts[-1])
+            is_own_form = request.path != PATHS["openai"]
+            if self._versions == "reported" and is_own_form and not self._has_version_key:
+                info = payload.get("meta_info") or payload["choices"][0]
+                return self._with_versions(info, answer, *attempts[-1])
             return answer
 
         answer = await self._post(request._replace(parse=parse), prompt, attempts)
@@ -511,20 +500,15 @@ class CompletionsEngine(StaysInProcess):
         except TryAgainError as error:
             if self._servers.lost(server, version, str(error)):
                 raise
-            raise MalformedAnswerError(str(error)) from error
+            raise ValueError(str(error)) from error
         return replace(answer, versions=versions)
 
     async def _post(
-        self,
-        request: Request,
-        prompt: Sequence[int] = (),
-        attempts: list[tuple[Server, int]] | None = None,
+        self, request: Request, prompt: Sequence[int], attempts: list[tuple[Server, int]]
     ) -> Any:
         """Post a request to the server that suits a prompt; record its attempts."""
-        tried = [] if attempts is None else attempts
-        body = {name: value for name, value in request.body.items() if name != "model"}
         return await self._client.post(
-            body, request.parse, target=lambda: self._target(request, prompt, tried)
+            request.body, request.parse, target=lambda: self._target(request, prompt, attempts)
         )
 
     @asynccontextmanager
@@ -541,9 +525,8 @@ class CompletionsEngine(StaysInProcess):
                 yield Target(url, rid, (f"{server.origin}/abort_request", rid))
                 return
             is_named = self._versions == "named"
-            model = request.body["model"]
             try:
-                yield Target(url, {"model": name_of(model, version) if is_named else model})
+                yield Target(url, {"model": name_of(self.model_name, version * is_named)})
             except AttemptError as error:
                 if error.status == 404 and is_named and version:
                     reason = f"it lacks the adapter of version {version}: {error}"
@@ -567,17 +550,13 @@ def _cut(answer: Answer, strings: Sequence[str], tokenizer: Any) -> Answer:
     """Cut an answer after the first token at which its text contains a stop string."""
     watched = watch(strings, tokenizer)
     assert watched is not None
-    for size, token in enumerate(answer.token_ids, 1):
-        if watched.ended_by(token):
-            return replace(
-                answer,
-                token_ids=answer.token_ids[:size],
-                log_probs=answer.log_probs[:size],
-                versions=None if answer.versions is None else answer.versions[:size],
-                finish_reason="stop",
-                stopped_by=watched.found,
-            )
-    return answer
+    ends = (size for size, token in enumerate(answer.token_ids, 1) if watched.ended_by(token))
+    size = next(ends, None)
+    if size is None:
+        return answer
+    versions = answer.versions and answer.versions[:size]
+    log_probs = answer.log_probs[:size]
+    return Answer(answer.token_ids[:size], log_probs, "stop", versions, watched.found)
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

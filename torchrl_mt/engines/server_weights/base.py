@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -115,9 +116,7 @@ class ServerWeights(ABC):
         self._loading: dict[str, Future[str | None]] = {}
         """Servers of an update that has not returned: one that runs or was interrupted."""
         self._version = 0
-        self._failed: tuple[str, ...] = ()
-        """Servers that the last update did not reach."""
-        self._has_reached = False
+        self._outcome: tuple[bool, tuple[str, ...]] = False, ()
         self._names: set[str] = set()
         """Names of the weights of the model, as far as they are known."""
 
@@ -144,7 +143,7 @@ class ServerWeights(ABC):
             OSError: if they cannot be saved.
         """
         with self._lock:
-            self._has_reached, self._failed = False, ()
+            self._outcome = False, ()
             wait(self._interrupted())
             self._loading = {}
             self._version = version
@@ -154,7 +153,7 @@ class ServerWeights(ABC):
             self._loading = {}
             failed = {url: reason for url, reason in reasons.items() if reason is not None}
             updated = [url for url in self.urls if url not in failed]
-            self._has_reached, self._failed = bool(updated), tuple(failed)
+            self._outcome = bool(updated), tuple(failed)
             if updated:
                 self._names = names or self._names
                 self._forget(version)
@@ -164,7 +163,7 @@ class ServerWeights(ABC):
     @property
     def outcome(self) -> tuple[bool, tuple[str, ...]]:
         """Whether the last update reached any server, and which may lack the weights that count now."""
-        return self._has_reached, tuple(self._loading) or self._failed
+        return self._outcome[0], tuple(self._loading) or self._outcome[1]
 
     def check_engine(self, origins: Sequence[str], model: str, wait_ready: float = 0.0) -> None:
         """Refuse an engine that would sample with other weights than those of the updates.
@@ -207,7 +206,7 @@ class ServerWeights(ABC):
                 path = self._saved.path(version)
                 if path is None:
                     raise ServerError("its weights are not on disk: it waits for the next update")
-                with _Paused(self, url, self._pause_mode(is_again=True)):
+                with self._paused(url, self._pause_mode(is_again=True)):
                     self._load_folder(url, path, version)
             except (ServerError, self._httpx.HTTPError) as error:
                 raise ServerError(_reason(error)) from error
@@ -246,11 +245,8 @@ class ServerWeights(ABC):
 
     def _served_names(self) -> set[str]:
         """Names of the weights that the servers started with, if this process sees their folder."""
-        for url in self.urls:
-            try:
-                return saved_names(self._model_path(url))
-            except (ServerError, self._httpx.HTTPError, LookupError, TypeError):
-                continue
+        with suppress(ServerError, self._httpx.HTTPError, LookupError, TypeError):
+            return saved_names(self._model_path(self.urls[0]))
         return set()
 
     def _load_all(self, load: Callable[[str], object]) -> dict[str, str | None]:
@@ -268,8 +264,8 @@ class ServerWeights(ABC):
 
     def _interrupted(self, *urls: str) -> list[Future[str | None]]:
         """What servers, all or some, still do for an update that was interrupted."""
-        loading = [self._loading[url] for url in urls or self._loading if url in self._loading]
-        return [each for each in loading if not each.done()]
+        asked = urls or self.urls
+        return [x for url, x in self._loading.items() if url in asked and not x.done()]
 
     def _try(
         self, url: str, load: Callable[[str], object], has_ended: threading.Event
@@ -279,7 +275,7 @@ class ServerWeights(ABC):
         end, has_said = time.monotonic() + seconds, False
         while True:
             try:
-                with _Paused(self, url, self._pause_mode()):
+                with self._paused(url, self._pause_mode()):
                     load(url)
                 return None
             except Exception as error:  # also of the process group
@@ -302,6 +298,21 @@ class ServerWeights(ABC):
         except self._httpx.TransportError:
             return True
         return health.status_code in _AWAY
+
+    @contextmanager
+    def _paused(self, url: str, mode: str) -> Iterator[None]:
+        """Pause a server; it is resumed in any case."""
+        try:
+            self._pause_server(url, mode)
+            yield
+        except BaseException:  # the answer may be lost, and the server paused
+            with suppress(ServerError, self._httpx.HTTPError):
+                self._resume_server(url)
+            raise
+        try:
+            self._resume_server(url)
+        except (ServerError, self._httpx.HTTPError) as failure:
+            raise ServerError(f"it does not resume: {_reason(failure)}") from failure
 
     def _pause_mode(self, *, is_again: bool = False) -> str:
         """What a server does with open requests while it loads weights, perhaps once more."""
@@ -326,17 +337,16 @@ class ServerWeights(ABC):
         return self._request("POST", url, path, json=body, params=params)
 
     def _get(self, url: str, path: str) -> Any:
-        """Get from a server; ``None`` if it has no such page."""
-        try:
-            return self._request("GET", url, path)
-        except ServerError as error:
-            if "status 404" in str(error):
-                return None
-            raise
+        """Get from a server; ``False`` if it has no such page."""
+        return self._request("GET", url, path, is_optional=True)
 
-    def _request(self, method: str, url: str, path: str, **sent: Any) -> Any:
+    def _request(
+        self, method: str, url: str, path: str, *, is_optional: bool = False, **sent: Any
+    ) -> Any:
         sent = {name: value for name, value in sent.items() if value}
         answer = self._client.request(method, url + path, **sent)
+        if is_optional and answer.status_code == 404:
+            return False
         if not answer.is_success:
             raise ServerError(f"{path}: status {answer.status_code}: {answer.text[:300]}")
         try:
@@ -377,35 +387,6 @@ class ServerWeights(ABC):
     @abstractmethod
     def _has(self, url: str, version: int) -> bool:
         """Whether a server says that it has a version."""
-
-
-class _Paused:
-    """A server while it is paused; it is resumed in any case."""
-
-    def __init__(self, weights: ServerWeights, url: str, mode: str) -> None:
-        self._weights = weights
-        self._url = url
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        try:
-            self._weights._pause_server(self._url, self._mode)
-        except BaseException:
-            self._resume()  # the answer may be lost, and the server paused
-            raise
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
-        failure = self._resume()
-        if error is None and failure is not None:
-            raise ServerError(f"it does not resume: {_reason(failure)}") from failure
-        return False
-
-    def _resume(self) -> BaseException | None:
-        try:
-            self._weights._resume_server(self._url)
-        except (ServerError, self._weights._httpx.HTTPError) as failure:
-            return failure
-        return None
 
 
 def _reason(error: BaseException) -> str:

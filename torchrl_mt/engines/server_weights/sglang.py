@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
-from torchrl_mt.engines.server_weights.process_group import open_torch_group
+from torchrl_mt.engines.server_weights.process_group import described, open_torch_group
 
 __all__ = ["SGLangWeights"]
 
@@ -99,11 +99,7 @@ class SGLangWeights(ServerWeights):
             for k, bucket in enumerate(buckets):
                 is_last = k == len(buckets) - 1
                 body = {
-                    "names": list(bucket),
-                    "dtypes": [
-                        str(value.dtype).removeprefix("torch.") for value in bucket.values()
-                    ],
-                    "shapes": [list(value.shape) for value in bucket.values()],
+                    **described(bucket, "dtypes"),
                     "group_name": place["group_name"],
                     "flush_cache": is_last,
                     **({"weight_version": str(version)} if is_last else {}),
@@ -130,15 +126,14 @@ class SGLangWeights(ServerWeights):
             raise ServerError(f"{path}: {said!r:.300}")
 
     def _has(self, url: str, version: int) -> bool:
-        for path in ("/get_weight_version", "/get_model_info", "/model_info"):
-            said = self._get(url, path)
-            if said is not None and "weight_version" in said:
-                return bool(str(said["weight_version"]) == str(version))
-        return False
+        said = self._get(url, "/get_weight_version") or self._info(url)
+        return str(said.get("weight_version")) == str(version)
 
     def _model_path(self, url: str) -> str:
-        info = self._get(url, "/get_model_info") or self._get(url, "/model_info") or {}
-        return str(info["model_path"])
+        return str(self._info(url)["model_path"])
+
+    def _info(self, url: str) -> Any:
+        return self._get(url, "/get_model_info") or self._get(url, "/model_info") or {}
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
