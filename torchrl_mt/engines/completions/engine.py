@@ -235,8 +235,9 @@ class CompletionsEngine(StaysInProcess):
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
+        self.model_name = model
+        """The name under which the servers serve the model."""
         self._body = {
-            "model": model,
             "temperature": temperature,
             **_PLAIN,
             **_WITH_TOKENS,
@@ -282,17 +283,12 @@ class CompletionsEngine(StaysInProcess):
             self._versions = on_update.versions
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
-            self._images = ImageRequests(form, self._vision, self._post)
+            self._images = ImageRequests(form, self._vision, lambda x: self._post(x, (), []))
 
     @property
     def urls(self) -> list[str]:
         """Addresses of the servers, without paths."""
         return [server.origin for server in self._servers.all]
-
-    @property
-    def model_name(self) -> str:
-        """The name under which the servers serve the model."""
-        return str(self._body["model"])
 
     @property
     def version(self) -> int:
@@ -508,16 +504,11 @@ class CompletionsEngine(StaysInProcess):
         return replace(answer, versions=versions)
 
     async def _post(
-        self,
-        request: Request,
-        prompt: Sequence[int] = (),
-        attempts: list[tuple[Server, int]] | None = None,
+        self, request: Request, prompt: Sequence[int], attempts: list[tuple[Server, int]]
     ) -> Any:
         """Post a request to the server that suits a prompt; record its attempts."""
-        tried = [] if attempts is None else attempts
-        body = {name: value for name, value in request.body.items() if name != "model"}
         return await self._client.post(
-            body, request.parse, target=lambda: self._target(request, prompt, tried)
+            request.body, request.parse, target=lambda: self._target(request, prompt, attempts)
         )
 
     @asynccontextmanager
@@ -534,9 +525,8 @@ class CompletionsEngine(StaysInProcess):
                 yield Target(url, rid, (f"{server.origin}/abort_request", rid))
                 return
             is_named = self._versions == "named"
-            model = request.body["model"]
             try:
-                yield Target(url, {"model": name_of(model, version) if is_named else model})
+                yield Target(url, {"model": name_of(self.model_name, version * is_named)})
             except AttemptError as error:
                 if error.status == 404 and is_named and version:
                     reason = f"it lacks the adapter of version {version}: {error}"
@@ -560,17 +550,13 @@ def _cut(answer: Answer, strings: Sequence[str], tokenizer: Any) -> Answer:
     """Cut an answer after the first token at which its text contains a stop string."""
     watched = watch(strings, tokenizer)
     assert watched is not None
-    for size, token in enumerate(answer.token_ids, 1):
-        if watched.ended_by(token):
-            return replace(
-                answer,
-                token_ids=answer.token_ids[:size],
-                log_probs=answer.log_probs[:size],
-                versions=None if answer.versions is None else answer.versions[:size],
-                finish_reason="stop",
-                stopped_by=watched.found,
-            )
-    return answer
+    ends = (size for size, token in enumerate(answer.token_ids, 1) if watched.ended_by(token))
+    size = next(ends, None)
+    if size is None:
+        return answer
+    versions = answer.versions and answer.versions[:size]
+    log_probs = answer.log_probs[:size]
+    return Answer(answer.token_ids[:size], log_probs, "stop", versions, watched.found)
 
 
 def _require_free(what: str, fields: Mapping[str, Any]) -> None:

@@ -104,14 +104,12 @@ class ImageRequests:
             sent = to_sglang(body, self._vision.collapsed(prompt, images), uris)
             convert = partial(from_sglang, prompt=prompt, spans=spans)
             return Request(path, sent, lambda payload: parse(convert(payload)))
-        prepared = [
-            await self._prepare(body["model"], image, size)
-            for image, size in zip(images, sizes, strict=True)
-        ]
+        shown = zip(images, sizes, strict=True)
+        prepared = [await self._prepare(image, size) for image, size in shown]
         sent = to_vllm(body, prompt, _features(prepared, spans))
         return Request(path, sent, lambda payload: parse(from_vllm(payload)))
 
-    async def _prepare(self, model: str, image: StoredImage, size: int) -> _Prepared:
+    async def _prepare(self, image: StoredImage, size: int) -> _Prepared:
         """Have the server prepare an image, which only its own release can."""
         with self._lock:
             known = self._prepared.get(image.key)
@@ -119,7 +117,7 @@ class ImageRequests:
                 self._prepared.move_to_end(image.key)
                 return known
         part = {"type": "image_url", "image_url": {"url": image.data_uri()}}
-        request = {"model": model, "messages": [{"role": "user", "content": [part]}]}
+        request = {"messages": [{"role": "user", "content": [part]}]}
         made = await self._post(Request(_RENDER, request, partial(_rendered, size=size)))
         with self._lock:
             self._prepared[image.key] = made

@@ -23,7 +23,7 @@ PATHS: Mapping[str, str] = {
 }
 """Endpoint of each form."""
 
-_UNSENT = ("model", "prompt", "return_token_ids", "return_tokens_as_token_ids")
+_UNSENT = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
 _VLLM_TOP = ("cache_salt", "kv_transfer_params", "priority", "request_id")
 """Fields of vLLM's request that are no sampling parameters."""
 _SGLANG_TOP = (
@@ -54,14 +54,13 @@ def to_vllm(
         features: prepared images and their places.
 
     Examples:
-        >>> to_vllm({"model": "m", "prompt": [5], "max_tokens": 8, "priority": 1}, [5])
-        {'model': 'm', 'token_ids': [5], 'sampling_params': {'max_tokens': 8}, 'stream': False,
-         'priority': 1}
+        >>> to_vllm({"prompt": [5], "max_tokens": 8, "priority": 1}, [5])
+        {'token_ids': [5], 'sampling_params': {'max_tokens': 8}, 'stream': False, 'priority': 1}
     """
     params = {name: value for name, value in body.items() if name not in _UNSENT}
     top = {name: params.pop(name) for name in _VLLM_TOP if name in params}
     shown = {} if features is None else {"features": features}
-    own = {"model": body["model"], "token_ids": list(prompt), **shown}
+    own = {"token_ids": list(prompt), **shown}
     return {**own, "sampling_params": params, "stream": False, **top}
 
 
@@ -76,7 +75,7 @@ def to_sglang(
         images: ``data:`` URIs.
 
     Examples:
-        >>> to_sglang({"model": "m", "prompt": [5], "max_tokens": 8, "logprobs": 1}, [5])
+        >>> to_sglang({"prompt": [5], "max_tokens": 8, "logprobs": 1}, [5])
         {'input_ids': [5], 'sampling_params': {'max_new_tokens': 8}, 'return_logprob': True,
          'stream': False}
     """
@@ -108,7 +107,10 @@ def from_vllm(payload: Any) -> Any:
         logprobs = None
         if isinstance(content, list):
             logprobs = {
-                "tokens": [each.get("token") for each in content],
+                # Releases before 0.32 have text in place of numbers.
+                "tokens": [
+                    each.get("token", f"token_id:{each.get('token_id')}") for each in content
+                ],
                 "token_logprobs": [each.get("logprob") for each in content],
             }
         choices.append({**choice, "logprobs": logprobs})

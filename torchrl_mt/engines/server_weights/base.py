@@ -116,9 +116,7 @@ class ServerWeights(ABC):
         self._loading: dict[str, Future[str | None]] = {}
         """Servers of an update that has not returned: one that runs or was interrupted."""
         self._version = 0
-        self._failed: tuple[str, ...] = ()
-        """Servers that the last update did not reach."""
-        self._has_reached = False
+        self._outcome: tuple[bool, tuple[str, ...]] = False, ()
         self._names: set[str] = set()
         """Names of the weights of the model, as far as they are known."""
 
@@ -145,7 +143,7 @@ class ServerWeights(ABC):
             OSError: if they cannot be saved.
         """
         with self._lock:
-            self._has_reached, self._failed = False, ()
+            self._outcome = False, ()
             wait(self._interrupted())
             self._loading = {}
             self._version = version
@@ -155,7 +153,7 @@ class ServerWeights(ABC):
             self._loading = {}
             failed = {url: reason for url, reason in reasons.items() if reason is not None}
             updated = [url for url in self.urls if url not in failed]
-            self._has_reached, self._failed = bool(updated), tuple(failed)
+            self._outcome = bool(updated), tuple(failed)
             if updated:
                 self._names = names or self._names
                 self._forget(version)
@@ -165,7 +163,7 @@ class ServerWeights(ABC):
     @property
     def outcome(self) -> tuple[bool, tuple[str, ...]]:
         """Whether the last update reached any server, and which may lack the weights that count now."""
-        return self._has_reached, tuple(self._loading) or self._failed
+        return self._outcome[0], tuple(self._loading) or self._outcome[1]
 
     def check_engine(self, origins: Sequence[str], model: str, wait_ready: float = 0.0) -> None:
         """Refuse an engine that would sample with other weights than those of the updates.
@@ -266,8 +264,8 @@ class ServerWeights(ABC):
 
     def _interrupted(self, *urls: str) -> list[Future[str | None]]:
         """What servers, all or some, still do for an update that was interrupted."""
-        loading = [self._loading[url] for url in urls or self._loading if url in self._loading]
-        return [each for each in loading if not each.done()]
+        asked = urls or self.urls
+        return [x for url, x in self._loading.items() if url in asked and not x.done()]
 
     def _try(
         self, url: str, load: Callable[[str], object], has_ended: threading.Event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_mt._hosts.torch import join_process_group
 from torchrl_mt.checks import import_extra
 
-__all__ = ["Group", "free_port", "open_torch_group", "open_vllm_group"]
+__all__ = ["Group", "described", "free_port", "open_torch_group", "open_vllm_group"]
 
 _POLL = 0.0005
 """Seconds between two looks at a tensor that is being sent."""
@@ -52,6 +52,13 @@ class Group:
                     received.result()
                 time.sleep(_POLL)
         received.result()
+
+
+def described(weights: Mapping[str, Tensor], dtypes: str) -> dict[str, Any]:
+    """What a server must know to receive weights; ``dtypes`` is its word for their dtypes."""
+    names = [str(value.dtype).removeprefix("torch.") for value in weights.values()]
+    shapes = [list(value.shape) for value in weights.values()]
+    return {"names": list(weights), dtypes: names, "shapes": shapes}
 
 
 def free_port(address: str) -> int:

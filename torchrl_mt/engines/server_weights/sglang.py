@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
-from torchrl_mt.engines.server_weights.process_group import open_torch_group
+from torchrl_mt.engines.server_weights.process_group import described, open_torch_group
 
 __all__ = ["SGLangWeights"]
 
@@ -99,11 +99,7 @@ class SGLangWeights(ServerWeights):
             for k, bucket in enumerate(buckets):
                 is_last = k == len(buckets) - 1
                 body = {
-                    "names": list(bucket),
-                    "dtypes": [
-                        str(value.dtype).removeprefix("torch.") for value in bucket.values()
-                    ],
-                    "shapes": [list(value.shape) for value in bucket.values()],
+                    **described(bucket, "dtypes"),
                     "group_name": place["group_name"],
                     "flush_cache": is_last,
                     **({"weight_version": str(version)} if is_last else {}),

@@ -13,7 +13,7 @@ from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.adapters import peft_model
 from torchrl_mt.engines.completions.reported_versions import name_of
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
-from torchrl_mt.engines.server_weights.process_group import open_vllm_group
+from torchrl_mt.engines.server_weights.process_group import described, open_vllm_group
 
 __all__ = ["VLLMWeights"]
 
@@ -153,11 +153,7 @@ class VLLMWeights(ServerWeights):
     def _broadcast(self, url: str, weights: Mapping[str, Tensor], version: int) -> None:
         group, _ = self._group(url)
         has_phases = self._optional(url, "/start_weight_update")
-        info = {
-            "names": list(weights),
-            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in weights.values()],
-            "shapes": [list(value.shape) for value in weights.values()],
-        }
+        info = described(weights, "dtype_names")
         with ThreadPoolExecutor(1) as thread:
             # The server answers once it has received everything.
             asked = thread.submit(self._post, url, "/update_weights", {"update_info": info})
