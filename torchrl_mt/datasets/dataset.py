@@ -77,6 +77,7 @@ class EpisodeDataset:
         reader = open_reader(self.path, self.format)
         self._opened: tuple[int, FormatReader] | None = os.getpid(), reader
         self._lengths = np.ascontiguousarray(reader.lengths, dtype=np.int64)
+        self._identity = reader.identity
         if keys is None or not len(self._lengths):
             self._chosen: tuple[Path, ...] | None = None
         else:
@@ -87,11 +88,9 @@ class EpisodeDataset:
         """The files, opened by this very process."""
         if self._opened is None or self._opened[0] != os.getpid():
             reader = open_reader(self.path, self.format)
-            if not np.array_equal(reader.lengths[: len(self._lengths)], self._lengths):
-                raise DatasetError(
-                    f"{self.path} was replaced since it was opened: open it again, and make the "
-                    f"clips of it again."
-                )
+            lengths = reader.lengths[: len(self._lengths)]
+            if reader.identity != self._identity or not np.array_equal(lengths, self._lengths):
+                raise self._replaced()
             self._opened = os.getpid(), reader
         return self._opened[1]
 
@@ -160,8 +159,13 @@ class EpisodeDataset:
 
         Raises:
             IndexError: if there is no such episode. A negative ``i`` counts from the last.
+            DatasetError: if they cannot be read.
         """
-        return self._reader.metadata(self._number(i))
+        i = self._number(i)
+        try:
+            return self._reader.metadata(i)
+        except Exception as error:
+            raise self._unreadable(f"the metadata of episode {i}", error) from error
 
     def read(self, runs: Runs, paths: Iterable[Path] | None = None) -> Steps:
         """Read steps of several episodes at once, of these entries or of all.
@@ -178,9 +182,7 @@ class EpisodeDataset:
                 # Which of them is it?
                 for i in np.unique(runs.episodes).tolist():
                     self.read(Runs.whole(i, int(self._lengths[i])), paths)
-            raise DatasetError(
-                f"episode {int(runs.episodes[0])} of {self.path} cannot be read: {error}"
-            ) from error
+            raise self._unreadable(f"episode {int(runs.episodes[0])}", error) from error
 
     @property
     def fields(self) -> Mapping[Path, Field]:
@@ -207,6 +209,18 @@ class EpisodeDataset:
         return (
             f"EpisodeDataset({str(self.path)!r}, format={self.format!r}, episodes={len(self)}, "
             f"steps={int(self._lengths.sum())})"
+        )
+
+    def _unreadable(self, what: str, error: Exception) -> DatasetError:
+        """Say why something cannot be read."""
+        if self._opened is not None and self._opened[1].was_replaced():
+            return self._replaced()
+        return DatasetError(f"{what} of {self.path} cannot be read: {error}")
+
+    def _replaced(self) -> DatasetError:
+        return DatasetError(
+            f"{self.path} was replaced since it was opened: open it again, and make the clips of it "
+            f"again."
         )
 
     def _number(self, i: int) -> int:

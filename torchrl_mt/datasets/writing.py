@@ -25,10 +25,11 @@ from torchrl_mt.data._store.steps import Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
+from torchrl_mt.datasets._files.episode_folder import foreign_entries
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.write_lock import WriteLock, delete_unfinished
 from torchrl_mt.datasets.dataset import open_reader
-from torchrl_mt.datasets.registry import Mode, find_format
+from torchrl_mt.datasets.registry import Format, Mode, find_format
 
 __all__ = ["BufferWriter", "DatasetWriter", "EpisodeSink", "episode_writer", "open_episodes"]
 
@@ -83,7 +84,7 @@ class DatasetWriter(EpisodeSink):
         except DatasetError as error:
             raise DatasetError(f"{error} Nothing else is replaced or added to.") from None
         if mode == "overwrite":
-            known = find_format(self.path, format or known.name)
+            known = _replacing(self.path, known, format, exists)
         elif format is not None and known.name != format:
             raise ValueError(
                 f"format must be that of the data set to append to, {known.name!r}, got {format!r}."
@@ -347,6 +348,19 @@ def _end_unclosed(
         end()
     finally:
         lock.release()
+
+
+def _replacing(path: FilePath, there: Format, format: str | None, exists: bool) -> Format:
+    """Return the format that replaces what is there; refuse to delete what no writer here has made."""
+    known = find_format(path, format or there.name)
+    if exists and path.is_dir() and known.name != there.name:
+        others = foreign_entries(path) if there.writer else [entry.name for entry in path.iterdir()]
+        if others:
+            raise DatasetError(
+                f"{path} cannot be replaced by {known.name!r}, which would delete {others[0]!r}: no "
+                f"writer of torchrl_mt made it. Move it away, or write to another path."
+            )
+    return known
 
 
 def _is_empty_folder(path: FilePath) -> bool:

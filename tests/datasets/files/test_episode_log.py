@@ -21,6 +21,7 @@ from torchrl_mt.datasets.formats import arrow, lance
 
 pytestmark = pytest.mark.parametrize("format", ["arrow", "lance"])
 
+NAMES = ("metadata", "crc32", "index")
 OURS = {
     module.__file__
     for module in (arrow, arrow_columns, episode_folder, episode_log, lance, write_lock)
@@ -201,9 +202,10 @@ def test_an_episode_that_cannot_be_written_leaves_nothing(format, failing, tmp_p
     monkeypatch.setattr(
         episode_folder.EpisodeFolder,
         "_open",
-        lambda self: (
-            setattr(self, "_records", FullDisk(self.data / "episodes.index", "a")),
-            setattr(self, "_metadata", FullDisk(self.data / "episodes.metadata", "a")),
+        lambda self: setattr(
+            self,
+            "_files",
+            [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES],
         ),
     )
     with open_episodes(path, format=format) as out:

@@ -73,6 +73,7 @@ def test_numpy_pillow_and_json_alone_read_the_files(tmp_path):
         "pixels",
         "text.jsonl",
         "tokens.prompt",
+        "~crc32.json",
     ]
     action = np.load(folder / "action.npy", mmap_mode="r")
     assert isinstance(action, np.memmap)
@@ -196,9 +197,9 @@ def test_a_clip_opens_the_images_of_its_steps_alone(tmp_path):
 def test_an_image_that_is_in_two_entries_is_decoded_once(keys, tmp_path, monkeypatch):
     decoded = []
 
-    def read_image(folder, row, *rest):
-        decoded.append((folder.parent.name, row))
-        return image_files.read_image(folder, row, *rest)
+    def read_image(entry, row, *rest):
+        decoded.append((entry.folder.name, row))
+        return image_files.read_image(entry, row, *rest)
 
     disagreeing = episode(2)
     disagreeing["next", "pixels"] = disagreeing["next", "pixels"].flip(0)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -71,6 +72,7 @@ def test_a_line_is_a_conversation_that_anyone_can_read(tmp_path):
         out.write_episode(conversation("one", "two"), metadata)
     assert "ünd?" in path.read_text(encoding="utf-8")
     [line] = lines_of(path)
+    assert re.fullmatch("[0-9a-f]{8}", line.pop("crc32"))
     assert line == {
         "length": 2,
         "messages": [

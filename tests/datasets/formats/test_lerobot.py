@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tracemalloc
 
@@ -290,3 +291,14 @@ def test_a_name_that_is_also_the_beginning_of_others_is_not_split(tmp_path):
     dataset = EpisodeDataset(tmp_path, ["action"])
     assert torch.equal(dataset.episode(0)["action"], torch.from_numpy(frames[0]["action"]))
     assert "action.left" in EpisodeDataset(tmp_path).keys
+
+
+@pytest.mark.parametrize("name", ["data_path", "video_path"])
+@pytest.mark.parametrize("place", ["../file-{file_index:03d}.x", "ABSOLUTE/{file_index}"])
+def test_files_outside_that_it_names_are_not_read(name, place, folder, tmp_path):
+    shutil.copytree(folder[0], tmp_path / "set")
+    info = tmp_path / "set" / "meta" / "info.json"
+    about = json.loads(info.read_text())
+    info.write_text(json.dumps({**about, name: place.replace("ABSOLUTE", str(tmp_path))}))
+    with pytest.raises(DatasetError, match=r"names '.*', which lies outside"):
+        EpisodeDataset(tmp_path / "set").episode(0)

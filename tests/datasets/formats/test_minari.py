@@ -373,6 +373,20 @@ def test_foreign_and_broken_folders_are_refused(minari, tmp_path):
         EpisodeDataset(tmp_path / "demo-v0")
 
 
+def test_episodes_that_are_in_another_file_are_not_read(minari, tmp_path):
+    make(minari, "hdf5")
+    data = tmp_path / "demo-v0" / "data"
+    with h5py.File(data / "main_data.hdf5", "a") as file, h5py.File(tmp_path / "x", "w") as other:
+        file.copy("episode_0", other)
+        del file["episode_0"]
+        file["episode_0"] = h5py.ExternalLink(str(tmp_path / "x"), "episode_0")
+    dataset = EpisodeDataset(tmp_path / "demo-v0")
+    for read in (dataset.episode, dataset.metadata):
+        with pytest.raises(DatasetError, match=r"episode_0.* is .*a link, which is not followed"):
+            read(0)
+    assert len(dataset.episode(1)) > 0
+
+
 def test_a_missing_library_is_named(minari, tmp_path, monkeypatch):
     make(minari, "parquet", obs=BOX)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)

@@ -69,7 +69,7 @@ def test_pyav_alone_reads_the_frames_in_order(tmp_path):
     images = smooth(9, 48, 64, 3)
     dataset = write(tmp_path / "set", with_next(images), fps=12)
     file = files_of(tmp_path / "set") / "pixels.mp4"
-    assert os.listdir(file.parent) == [file.name]
+    assert sorted(os.listdir(file.parent)) == [file.name, "~crc32.json"]
     with av.open(str(file)) as container:
         stream = container.streams.video[0]
         assert (stream.codec_context.name, stream.average_rate, stream.frames) == ("h264", 12, 9)
@@ -114,7 +114,15 @@ def test_what_is_no_picture_is_stored_as_in_the_format_folder(tmp_path):
     }
     dataset = write(tmp_path / "set", data)
     names = sorted(os.listdir(files_of(tmp_path / "set")))
-    assert names == ["bytes.npy", "labels.npy", "ragged", "rgba", "stack", "text.jsonl"]
+    assert names == [
+        "bytes.npy",
+        "labels.npy",
+        "ragged",
+        "rgba",
+        "stack",
+        "text.jsonl",
+        "~crc32.json",
+    ]
     write(tmp_path / "folder", data)
     assert_same(dataset.episode(0), EpisodeDataset(tmp_path / "folder").episode(0))
     assert torch.equal(dataset.episode(0)["rgba"], data["rgba"])

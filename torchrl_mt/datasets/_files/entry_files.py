@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
 
@@ -26,9 +27,11 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     TextRows,
     array_dtype,
 )
+from torchrl_mt.datasets._files.checksums import CheckedFiles
 from torchrl_mt.datasets._files.readers import DatasetError
 
 __all__ = [
+    "EntryFiles",
     "entry_name",
     "errors_named",
     "read_array",
@@ -103,22 +106,48 @@ def write_rows(base: FilePath, stored: StoredRows) -> None:
         write_array(base / "shapes.npy", stored.shapes)
 
 
-def read_rows(base: FilePath, field: Field, rows: np.ndarray) -> StoredRows:
+@dataclass(frozen=True)
+class EntryFiles:
+    """The files of one entry of one episode, to be read."""
+
+    files: CheckedFiles
+    folder: FilePath
+    """That of the episode."""
+    episode: int
+    name: str
+    """:func:`entry_name` of the entry."""
+
+    def mapped(self, end: str) -> FilePath:
+        """Return the file ``name + end``, which is as it was written; errors name it."""
+        with errors_named(self.path(end)):
+            return self.files.mapped(self.folder, self.episode, self.name + end)
+
+    def data(self, end: str) -> bytes:
+        """Read a file; likewise."""
+        with errors_named(self.path(end)):
+            return self.files.data(self.folder, self.episode, self.name + end)
+
+    def path(self, end: str) -> FilePath:
+        """Return the path of a file, which may not be there."""
+        return self.folder / (self.name + end)
+
+
+def read_rows(entry: EntryFiles, field: Field, rows: np.ndarray) -> StoredRows:
     """Read these rows of an entry.
 
     Raises:
         DatasetError: if they cannot be read; names the file.
     """
     if field.kind == "object":
-        return _read_texts(with_suffix(base, "jsonl"), rows)
+        return _read_texts(entry.mapped(".jsonl"), rows)
     dtype = array_dtype(field)
     if field.kind == "dense":
-        file = with_suffix(base, "npy")
+        file = entry.mapped(".npy")
         with errors_named(file):
             return DenseRows(read_array(file, dtype, field.shape)[rows])
-    shapes = read_shapes(base, field)
+    shapes = read_shapes(entry, field)
     ends = shapes.prod(1).cumsum()
-    file = base / "values.npy"
+    file = entry.mapped("/values.npy")
     with errors_named(file):
         values = read_array(file, dtype, ())
         if len(values) != ends[-1]:
@@ -128,9 +157,9 @@ def read_rows(base: FilePath, field: Field, rows: np.ndarray) -> StoredRows:
         return RaggedRows(np.concatenate(parts), shapes[rows])
 
 
-def read_shapes(base: FilePath, field: Field) -> np.ndarray:
+def read_shapes(entry: EntryFiles, field: Field) -> np.ndarray:
     """Read the shape of every row of a ragged entry: int64 ``[R, ndim]``."""
-    file = base / "shapes.npy"
+    file = entry.mapped("/shapes.npy")
     with errors_named(file):
         shapes = read_array(file, np.dtype(np.int64), (len(field.shape),)).copy()
         if not len(shapes) or shapes.min(initial=0) < 0:

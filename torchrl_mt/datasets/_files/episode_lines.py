@@ -9,6 +9,7 @@ A line has
 - ``reward``: sum of the steps' rewards, if there are any, for other tools;
 - ``metadata``;
 - ``steps``: the entries, nested like their keys, each a list with one value per step;
+- ``crc32``: checksum of all else;
 - ``dtypes``: nested likewise, such as ``"float32[3]"``; ``"int64[?]"`` if the length varies. What
   numbers of JSON cannot tell (NaN, infinities, sizes beside a 0) follows it, and is null in ``steps``.
 """
@@ -22,6 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -37,10 +39,10 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     array_dtype,
     as_tensor,
 )
-from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of
+from torchrl_mt.datasets._encoding.values import dtype_name, dtype_of, from_json_text
 from torchrl_mt.datasets._files.writers import EncodedEpisode
 
-__all__ = ["columns_of", "describe", "fields_of"]
+__all__ = ["checked_line", "columns_of", "describe", "fields_of", "with_crc"]
 
 _DTYPE = re.compile(
     r"(?P<dtype>\w+)(?:\[(?P<shape>[\d?, ]*)\])?(?P<stacked> stacked)?"
@@ -73,6 +75,32 @@ def describe(episode: EncodedEpisode) -> dict[str, Any]:
         if path in columns:
             _put(line["steps"], path, values)
     return line
+
+
+def with_crc(line: dict[str, Any]) -> dict[str, Any]:
+    """Append the checksum of a line to it, as its last entry."""
+    return {**line, "crc32": _crc(line)}
+
+
+def checked_line(text: bytes) -> Any:
+    """Parse a line; one that has a checksum must hold what was written.
+
+    The order of its keys and its spaces may differ: tools that filter lines write them anew.
+
+    Raises:
+        ValueError: if it is no JSON, or has changed.
+    """
+    line = json.loads(text)
+    if isinstance(line, dict) and "crc32" in line and line.pop("crc32") != _crc(line):
+        raise ValueError(
+            "it is not as it was written. If it was changed on purpose, remove its 'crc32'"
+        )
+    # Without Python objects, parsing once is enough.
+    return from_json_text(json.dumps(line)) if b"__type__" in text else line
+
+
+def _crc(line: dict[str, Any]) -> str:
+    return f"{crc32(json.dumps(line, sort_keys=True).encode()):08x}"
 
 
 def columns_of(line: Mapping[str, Any]) -> Iterator[tuple[Path, Column]]:

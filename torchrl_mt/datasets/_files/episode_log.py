@@ -8,20 +8,23 @@ large files says what is in the log, so an episode is never read twice, whenever
 from __future__ import annotations
 
 import io
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
+from torchrl_mt.datasets._files.checksums import crcs_of
 from torchrl_mt.datasets._files.episode_folder import EpisodeFolder
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Mode
+from torchrl_mt.paths import inside
 
 __all__ = ["LoggedWriter", "has_log", "read_log"]
 
-_PREFIX, _SUFFIX = "recent-", ".arrows"
+_LOG = re.compile(r"recent-\d{9,}\.arrows")
 
 
 class LoggedWriter(FormatWriter):
@@ -44,7 +47,7 @@ class LoggedWriter(FormatWriter):
         self._log: _Log | None = None
         if self.schema is not None:
             first, end = self.num_folded(), folder.num_episodes
-            killed = [*folder.data.glob(_PREFIX + "*")]
+            killed = [each for each in folder.data.iterdir() if _LOG.fullmatch(each.name)]
             if first < end:
                 self.fold(first, read_log(folder.data, first, end - first))
             for each in killed:
@@ -75,7 +78,7 @@ class LoggedWriter(FormatWriter):
         if self._log is None:
             self._log = _Log(self.folder.make(), self.folder.num_episodes, batch.schema)
         self._log.append(self.folder.num_episodes, batch)
-        self.folder.commit(episode)
+        self.folder.commit(episode, crcs_of(episode.schema, episode.columns))
 
     def close(self) -> None:
         """Finish the data set."""
@@ -130,12 +133,16 @@ def read_log(data: FilePath, first: int, count: int) -> list[Any]:
     """
     import pyarrow as pa
 
-    path = data / _name(first)
+    path = inside(data, _name(first))
     try:
         # What comes after them, a killed writer left.
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             batches = list(islice(stream, count))
-    except (pa.ArrowInvalid, EOFError) as error:
+        for batch in batches:
+            batch.validate(full=True)  # Offsets that are wrong would be followed.
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, EOFError) as error:
         raise DatasetError(f"{path} is damaged: {error}") from error
     if len(batches) < count:
         raise DatasetError(f"{path} is damaged: it has {len(batches)} episodes of {count}.")
@@ -188,4 +195,4 @@ class _Log:
 
 
 def _name(first: int) -> str:
-    return f"{_PREFIX}{first:09d}{_SUFFIX}"
+    return f"recent-{first:09d}.arrows"

@@ -16,13 +16,42 @@ import numpy as np
 from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets._files.readers import DatasetError, runs_of
 
-__all__ = ["GrowingRows", "MappedRows", "create_rows"]
+__all__ = ["GrowingRows", "MappedRows", "check_own", "create_rows", "own_node"]
 
 _EPISODES_PER_CHUNK = 16
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 12, 1 << 20
 """Bytes of a chunk."""
 _LONG = 1 << 8
 """Bytes of a run that is worth a copy of its own."""
+
+
+def own_node(file: Any, place: str) -> Any:
+    """Return a group or dataset that is in the file itself.
+
+    Raises:
+        DatasetError: if a link leads to it, it has its data elsewhere, or it is missing.
+    """
+    h5py = import_extra("h5py", "hdf5")
+    names = place.split("/")
+    for i in range(len(names)):
+        part = "/".join(names[: i + 1])
+        if not isinstance(file.get(part, getlink=True), h5py.HardLink):
+            how = "a link, which is not followed" if part in file else "missing"
+            raise DatasetError(
+                f"{part!r} of {file.file.filename} is {how}: copy the data into the file."
+            )
+    return check_own(file[place])
+
+
+def check_own(node: Any) -> Any:
+    """Refuse a dataset whose data are in other files (``DatasetError``)."""
+    h5py = import_extra("h5py", "hdf5")
+    if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
+        raise DatasetError(
+            f"{node.name!r} of {node.file.filename} has its data in other files, which are not read: "
+            f"copy them into the file."
+        )
+    return node
 
 
 def create_rows(file: Any, place: str, first: np.ndarray, *, zeros: bool = False) -> GrowingRows:

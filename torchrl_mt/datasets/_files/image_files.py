@@ -7,6 +7,7 @@ layout. JPEG files are lossy, and have no fourth channel: images with four are a
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.checks import import_extra
-from torchrl_mt.datasets._files.entry_files import errors_named
+from torchrl_mt.datasets._files.entry_files import EntryFiles, errors_named
 
 __all__ = [
     "channels_of",
@@ -69,12 +70,10 @@ def from_picture(picture: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return picture.transpose(2, 0, 1) if is_channels_first else picture.reshape(shape)
 
 
-def image_file(
-    folder: FilePath, row: int, shape: Sequence[int], jpeg_quality: int | None
-) -> FilePath:
-    """Return the file of an image."""
+def image_file(row: int, shape: Sequence[int], jpeg_quality: int | None) -> str:
+    """Return the name of the file of an image."""
     is_jpeg = jpeg_quality is not None and channels_of(shape) != 4
-    return folder / f"{row:06d}.{'jpg' if is_jpeg else 'png'}"
+    return f"{row:06d}.{'jpg' if is_jpeg else 'png'}"
 
 
 def write_images(folder: FilePath, images: Iterable[np.ndarray], jpeg_quality: int | None) -> None:
@@ -87,7 +86,7 @@ def write_images(folder: FilePath, images: Iterable[np.ndarray], jpeg_quality: i
     """
     library = _pillow()
     for row, image in enumerate(images):
-        file = image_file(folder, row, image.shape, jpeg_quality)
+        file = folder / image_file(row, image.shape, jpeg_quality)
         options: dict[str, Any] = {"compress_level": _COMPRESSION}
         if file.suffix == ".jpg":
             options = {"quality": jpeg_quality}
@@ -95,16 +94,16 @@ def write_images(folder: FilePath, images: Iterable[np.ndarray], jpeg_quality: i
 
 
 def read_image(
-    folder: FilePath, row: int, shape: Sequence[int], jpeg_quality: int | None
+    entry: EntryFiles, row: int, shape: Sequence[int], jpeg_quality: int | None
 ) -> np.ndarray:
     """Read an image of this shape.
 
     Raises:
         DatasetError: if it cannot be read; names the file.
     """
-    file = image_file(folder, row, shape, jpeg_quality)
-    library = _pillow()
-    with errors_named(file), library.open(file, formats=["PNG", "JPEG"]) as image:
+    end, library = f"/{image_file(row, shape, jpeg_quality)}", _pillow()
+    data = io.BytesIO(entry.data(end))
+    with errors_named(entry.path(end)), library.open(data, formats=["PNG", "JPEG"]) as image:
         height, width = _sides(shape)
         expected = (_MODES[channels_of(shape)], (width, height))
         if (image.mode, image.size) != expected:

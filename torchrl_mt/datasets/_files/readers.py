@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchrl_mt.data._store.ring import within
-from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, name_of
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
@@ -27,6 +27,7 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     TextRows,
     decode,
 )
+from torchrl_mt.datasets._files.checksums import Checksums, block_rows, crcs_of_parts
 
 __all__ = [
     "DatasetError",
@@ -79,6 +80,21 @@ def runs_of(first: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
     return within(counts) * stride + np.repeat(first, counts)
 
 
+@dataclass
+class _Blocks:
+    """The blocks of rows of an entry that have a checksum each."""
+
+    size: int
+    """Rows of a block; the last one of an episode may have fewer."""
+    first: np.ndarray
+    """int64 ``[E]``: number of the first block of each episode."""
+    crcs: np.ndarray
+    done: np.ndarray
+    """Whether the checksum was compared."""
+    left: int
+    """How many were not."""
+
+
 class FormatReader(ABC):
     """A data set of one format, open for reading.
 
@@ -87,14 +103,24 @@ class FormatReader(ABC):
         lengths: int64 ``[E]``, steps of each episode.
         own_next: int64 ``[E]``, what :meth:`EpisodeSchema.disagreeing` returned for each; None if no
             entry is shared.
+        checksums: those of all blocks of rows (:func:`crcs_of`); None if there are none.
     """
 
+    identity: Any = None
+    """Tells the data set from one that replaces it at the same path, as far as the format can."""
+
     def __init__(
-        self, schema: EpisodeSchema, lengths: np.ndarray, own_next: np.ndarray | None = None
+        self,
+        schema: EpisodeSchema,
+        lengths: np.ndarray,
+        own_next: np.ndarray | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         self.schema = schema
         self.lengths = lengths
         self.own_next = np.zeros_like(lengths) if own_next is None else own_next
+        self.checksums = checksums
+        self._blocks: dict[Path, _Blocks] = {}
 
     def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
         """Read steps, of these entries or of all."""
@@ -109,7 +135,55 @@ class FormatReader(ABC):
             # What follows step t is row t + 1 of k, or row T + t where the two disagree.
             ahead = np.where(own, self.lengths[runs.episodes], 1)
             path, runs = path[1:], replace(runs, starts=runs.starts + ahead)
+        self.verify(path, runs)
         return decode(field, self.stored(path, runs))
+
+    def verify(self, path: Path, rows: Runs) -> None:
+        """Compare the checksums of the blocks that have these rows, where that was not yet done.
+
+        Raises:
+            DatasetError: if one is not as it was written.
+        """
+        if self.checksums is None:
+            return
+        blocks = self._blocks.get(path) or self._blocks_of(self.checksums)[path]
+        if not blocks.left:
+            return
+        begin = rows.starts // blocks.size
+        last = (rows.starts + np.maximum(rows.counts - 1, 0) * rows.stride) // blocks.size
+        touched = runs_of(blocks.first[rows.episodes] + begin, last - begin + 1, 1)
+        new = np.unique(touched[~blocks.done[touched]])
+        if not len(new):
+            return
+        episodes = np.searchsorted(blocks.first, new, side="right") - 1
+        starts = (new - blocks.first[episodes]) * blocks.size
+        counts = np.minimum(blocks.size, self.rows_of(path)[episodes] - starts)
+        found = crcs_of_parts(self.stored(path, Runs(episodes, starts, counts)), counts.tolist())
+        wrong = episodes[np.array(found, np.uint32) != blocks.crcs[new]].tolist()
+        if wrong:
+            raise DatasetError(
+                f"{name_of(path)} of episode {wrong[0]} is not as it was written: a file is damaged"
+            )
+        blocks.done[new] = True
+        blocks.left -= len(new)
+
+    def _blocks_of(self, checksums: Checksums) -> dict[Path, _Blocks]:
+        """Find the blocks of every entry."""
+        begin = checksums.starts
+        for path, field in self.schema.fields.items():
+            if not field.shared:
+                size = block_rows(field)
+                counts = -(-self.rows_of(path) // size)
+                crcs = checksums.values[runs_of(begin, counts, 1)]
+                done = np.zeros(len(crcs), bool)
+                first = counts.cumsum() - counts
+                self._blocks[path] = _Blocks(size, first, crcs, done, len(crcs))
+                begin = begin + counts
+        return self._blocks
+
+    def was_replaced(self) -> bool:
+        """Whether it is known that a writer has replaced the data set."""
+        return False
 
     def rows_of(self, path: Path) -> np.ndarray:
         """Return how many rows each episode has of an entry that is not shared: int64 ``[E]``."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.checks import import_extra
-from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.episode_folder import format_in
+from torchrl_mt.datasets._files.episode_lines import checked_line
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
 
@@ -99,7 +99,7 @@ class _JsonLines(Sequence):
             file.seek(self._starts[index])
             line = file.readline()
         try:
-            return from_json_text(line)
+            return checked_line(line)
         except ValueError as error:
             raise ValueError(f"a line of {self.path} must be JSON, but {error}.") from error
 

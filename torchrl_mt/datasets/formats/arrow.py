@@ -31,22 +31,20 @@ from torchrl_mt.datasets._encoding.arrow_columns import ArrowColumns
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.stored_columns import StoredRows, TextRows
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
-from torchrl_mt.datasets._files.episode_folder import (
-    EpisodeFolder,
-    EpisodeList,
-    format_in,
-    read_header,
-)
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, format_in, open_folder
 from torchrl_mt.datasets._files.episode_log import LoggedWriter, read_log
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
 from torchrl_mt.datasets._files.write_lock import unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Format, Mode
+from torchrl_mt.paths import inside
 
 __all__ = ["FORMAT"]
 
 _NAME = "arrow"
 _FILE = re.compile(r"episodes-(\d+)-(\d+)\.parquet")
+_WRITTEN = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{32}}\.unfinished")
+"""Whole files, and those of writers that were killed."""
 _TEXT: Path = ("text",)
 _ROW_GROUP = 2**22
 """Bytes of a row group, which is read as a whole."""
@@ -86,12 +84,14 @@ class _Reader(EpisodicReader):
 
     def __init__(self, path: FilePath) -> None:
         import_extra("pyarrow", "arrow")
-        header = read_header(path)
-        self._data = path / header["data"]
-        self._list = EpisodeList(self._data)
+        header, self._data, self._list = open_folder(path)
         super().__init__(
-            EpisodeSchema.from_json(header["schema"]), self._list.lengths, self._list.own_next
+            EpisodeSchema.from_json(header["schema"]),
+            self._list.lengths,
+            self._list.own_next,
+            self._list.checksums,
         )
+        self.identity = header["data"]
         self._columns = _columns(self.schema)
         self._find()
 
@@ -106,17 +106,18 @@ class _Reader(EpisodicReader):
             lists, place = self._lists(names, episode)
         except FileNotFoundError:
             # A writer has folded the log or joined files since they were listed.
-            if not self._data.exists():
-                raise DatasetError(
-                    f"{self._data.parent} was replaced since it was opened: open it again."
-                ) from None
             self._find()
             lists, place = self._lists(names, episode)
         return self._columns.rows(path, [_values(each, place) for each in lists], rows)
 
+    def was_replaced(self) -> bool:
+        """Whether a writer has replaced the data set."""
+        return not self._data.exists()
+
     def close(self) -> None:
         """Close the files."""
-        self._find()
+        if self._data.exists():
+            self._find()
 
     def _find(self) -> None:
         """List the files, and forget what was read."""
@@ -159,7 +160,8 @@ def _open(file: _File) -> tuple[Any, list[int]]:
     from pyarrow import parquet
 
     try:
-        opened = parquet.ParquetFile(file.path)
+        path = inside(file.path.parent, file.path.name)
+        opened = parquet.ParquetFile(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -208,8 +210,6 @@ class _Writer(LoggedWriter):
 
     def tidy(self) -> None:
         """Delete what killed writers left, and join the last files where many are small."""
-        from pyarrow import parquet
-
         files = _files(self.folder.data)
         small = []
         for file in reversed(files):
@@ -221,7 +221,7 @@ class _Writer(LoggedWriter):
             groups = (
                 batch
                 for file in small
-                for opened in [parquet.ParquetFile(file.path)]
+                for opened in [_open(file)[0]]
                 for i in range(opened.num_row_groups)
                 for batch in opened.read_row_group(i).to_batches()
             )
@@ -229,7 +229,7 @@ class _Writer(LoggedWriter):
             files = _files(self.folder.data)
         kept = {file.path.name for file in files}
         for each in os.scandir(self.folder.data):
-            if each.name not in kept and _FILE.search(each.name):
+            if each.name not in kept and _WRITTEN.fullmatch(each.name):
                 os.unlink(each.path)
 
     def _write_file(self, start: int, end: int, batches: Any) -> None:
@@ -243,7 +243,11 @@ class _Writer(LoggedWriter):
         try:
             # With a dictionary, all NaNs would become one.
             with parquet.ParquetWriter(
-                partial, first.schema, compression="zstd", use_dictionary=False
+                partial,
+                first.schema,
+                compression="zstd",
+                use_dictionary=False,
+                write_page_checksum=True,
             ) as file:
                 for table in chain([first], tables):
                     file.write_table(table, row_group_size=len(table))

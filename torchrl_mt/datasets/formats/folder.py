@@ -24,23 +24,21 @@ from torchrl_mt.checks import check_integer_within
 from torchrl_mt.data._store.steps import Column, Path, Steps
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, RaggedRows, StoredRows
+from torchrl_mt.datasets._files.checksums import CheckedFiles, crcs_of_files
 from torchrl_mt.datasets._files.entry_files import (
+    EntryFiles,
     entry_name,
     read_rows,
     read_shapes,
     write_array,
     write_rows,
 )
-from torchrl_mt.datasets._files.episode_folder import (
-    EpisodeFolder,
-    EpisodeList,
-    format_in,
-    read_header,
-)
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, format_in, open_folder
 from torchrl_mt.datasets._files.image_files import is_image, read_image, write_images
 from torchrl_mt.datasets._files.readers import EpisodicReader, Runs
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
+from torchrl_mt.paths import inside
 
 __all__ = ["FORMAT", "FolderReader", "FolderWriter"]
 
@@ -59,12 +57,12 @@ class FolderReader(EpisodicReader):
     """
 
     def __init__(self, path: FilePath) -> None:
-        header = read_header(path)
-        self._data = path.absolute() / header["data"]
-        self._episodes = EpisodeList(self._data)
+        header, self.data, self._episodes = open_folder(path.absolute())
+        self._files = CheckedFiles(path.absolute(), self._episodes.checksums)
         self.options: dict[str, Any] = header.get("options", {})
         schema = EpisodeSchema.from_json(header["schema"])
         super().__init__(schema, self._episodes.lengths, self._episodes.own_next)
+        self.identity = header["data"]
 
     def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
         """Read steps, of these entries or of all; an image that is in two of them is decoded once."""
@@ -87,30 +85,35 @@ class FolderReader(EpisodicReader):
 
     def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
         """Read rows of one episode."""
-        base = _folder_of(self._data, episode) / entry_name(path)
-        return self.read_entry(base, self.schema.fields[path], rows)
+        folder = _folder_of(self.data, episode)
+        entry = EntryFiles(self._files, folder, episode, entry_name(path))
+        return self.read_entry(entry, self.schema.fields[path], rows)
 
-    def read_entry(self, base: FilePath, field: Field, rows: np.ndarray) -> StoredRows:
-        """Read rows of one entry; ``base`` is its path without a suffix."""
+    def read_entry(self, entry: EntryFiles, field: Field, rows: np.ndarray) -> StoredRows:
+        """Read rows of one entry."""
         if field.dtype is not torch.uint8:
-            return read_rows(base, field, rows)
+            return read_rows(entry, field, rows)
         quality = self.options.get("jpeg_quality")
         if _is_image(field):
             values = np.empty((len(rows), *field.shape), dtype=np.uint8)
             for place, row in enumerate(rows.tolist()):
-                values[place] = read_image(base, row, field.shape, quality)
+                values[place] = read_image(entry, row, field.shape, quality)
             return DenseRows(values)
         if field.kind == "ragged":
-            shapes = read_shapes(base, field)
+            shapes = read_shapes(entry, field)
             if all(map(is_image, shapes.tolist())):
-                images = [read_image(base, row, shapes[row], quality) for row in rows.tolist()]
+                images = [read_image(entry, row, shapes[row], quality) for row in rows.tolist()]
                 values = np.concatenate([image.reshape(-1) for image in images])
                 return RaggedRows(values, shapes[rows])
-        return read_rows(base, field, rows)
+        return read_rows(entry, field, rows)
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""
         return self._episodes.metadata(i)
+
+    def was_replaced(self) -> bool:
+        """Whether a writer has replaced the data set."""
+        return not self.data.exists()
 
 
 class FolderWriter(FormatWriter):
@@ -145,6 +148,7 @@ class FolderWriter(FormatWriter):
         data = self._folder.make()
         unfinished = data / _UNFINISHED
         place = _folder_of(data, self._folder.num_episodes)
+        inside(data, place.relative_to(data), to_write=True)
         for leftover in (unfinished, place):  # Of a killed writer; it does not count.
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir()
@@ -152,9 +156,10 @@ class FolderWriter(FormatWriter):
             for path, stored in episode.columns.items():
                 field = episode.schema.fields[path]
                 self.write_entry(unfinished / entry_name(path), field, stored)
+            crcs = crcs_of_files(unfinished)
             place.parent.mkdir(exist_ok=True)
             os.rename(unfinished, place)
-            self._folder.commit(episode)
+            self._folder.commit(episode, crcs)
         except BaseException:
             for partial in (unfinished, place):
                 shutil.rmtree(partial, ignore_errors=True)

@@ -12,12 +12,14 @@ from when its number in ``ep_len`` is not 0, which is written last, by one write
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import mmap
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -36,7 +38,14 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     array_dtype,
 )
 from torchrl_mt.datasets._encoding.values import from_json_text
-from torchrl_mt.datasets._files.hdf5_rows import GrowingRows, MappedRows, create_rows
+from torchrl_mt.datasets._files.checksums import Checksums, crcs_of, sealed
+from torchrl_mt.datasets._files.hdf5_rows import (
+    GrowingRows,
+    MappedRows,
+    check_own,
+    create_rows,
+    own_node,
+)
 from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, runs_of
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
@@ -46,11 +55,15 @@ __all__ = ["FORMAT"]
 
 _logger = logging.getLogger("torchrl_mt")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_VERSION = 1
+_VERSION = 2
+"""The first had no checksums."""
 _LENGTHS, _OFFSETS = "ep_len", "ep_offset"
 """Steps of each episode, and steps of those before it; stable-worldmodel has them, too."""
 _OWN_NEXT = "ep_own_next"
 _METADATA = "ep_metadata"
+_CHECKSUMS = "ep_crc32"
+_COUNT = "ep_count"
+"""Episodes when the file was last closed: lengths that were zeroed are noticed."""
 _CACHE = 1 << 26
 """Bytes that h5py keeps of the chunks of a dataset that it reads."""
 _LIBVER = ("v110", "v110")
@@ -116,6 +129,7 @@ def _reader_of(path: FilePath, file: Any) -> FlatReader:
             raise DatasetError(
                 f"{path} is an HDF5 file but no data set of episodes: it has no {_LENGTHS!r}."
             )
+        own_node(file, _LENGTHS)
         return _Reader(path, file) if "schema" in file.attrs else _FlatColumns(path, file)
     except BaseException:
         file.close()
@@ -135,23 +149,32 @@ class _Reader(FlatReader):
     """
 
     def __init__(self, path: FilePath, file: Any) -> None:
-        if file.attrs["version"] > _VERSION:
+        version = int(file.attrs["version"])
+        if version > _VERSION:
             raise DatasetError(
-                f"{path} was written by a newer torchrl_mt (version {file.attrs['version']} of its "
-                f"layout, this one reads {_VERSION}): upgrade torchrl_mt."
+                f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
+                f"reads {_VERSION}): upgrade torchrl_mt."
             )
         schema = EpisodeSchema.from_json(json.loads(file.attrs["schema"]))
         contents = _map_of(file)
         lengths = file[_LENGTHS][:]
         unfinished = np.flatnonzero(lengths == 0)
         lengths = lengths[: unfinished[0]] if len(unfinished) else lengths
-        own = file[_OWN_NEXT][: len(lengths)] if schema.shared else None
+        least = int(own_node(file, _COUNT)[:].max(initial=0)) if version > 1 else 0
+        if lengths.min(initial=1) < 1 or len(lengths) < least:
+            raise DatasetError(f"{path}: {_LENGTHS!r} is damaged: restore it from a copy.")
+        own = own_node(file, _OWN_NEXT)[: len(lengths)] if schema.shared else None
         super().__init__(schema, lengths, own)
         self._places = {path: _place_of(path) for path in schema.fields}
         self._rows: dict[str, MappedRows] = {}
-        for place, shape, dtype in _layout(schema):
+        for place, shape, dtype in _layout(schema, version):
             if 0 not in shape:
-                self._rows[place] = MappedRows(file[place], contents, dtype)
+                self._rows[place] = MappedRows(own_node(file, place), contents, dtype)
+        if version > 1:
+            values, ends = self._items(_CHECKSUMS, np.arange(len(lengths)))
+            every = np.array(ends, np.int64) // 4
+            self.checksums = Checksums(values.view("<u4"), every, lengths, self.own_next)
+            self.identity = file.attrs["id"]
         self._file = file
         if all(rows.in_map for rows in self._rows.values()):
             file.close()
@@ -192,13 +215,15 @@ class _Reader(FlatReader):
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""
         values, _ = self._items(_METADATA, np.array([i]))
+        if self.checksums is not None:
+            self.checksums.check_metadata(i, values.tobytes())
         return dict(from_json_text(values.tobytes()))
 
     def counts(self) -> dict[str, int]:
         """Return how many rows of each dataset count."""
         episodes, rows = len(self.lengths), self._rows
         counts = {_LENGTHS: episodes}
-        numbers = {_OFFSETS: episodes, _OWN_NEXT: episodes, _METADATA: episodes}
+        numbers = dict.fromkeys((_OFFSETS, _OWN_NEXT, _METADATA, _CHECKSUMS), episodes)
         for path, field in self.schema.fields.items():
             if not field.shared:
                 numbers[_place_of(path)] = int(self.rows_of(path).sum())
@@ -220,13 +245,14 @@ class _Reader(FlatReader):
 _Layout = list[tuple[str, tuple[int, ...], np.dtype[Any]]]
 
 
-def _layout(schema: EpisodeSchema) -> _Layout:
+def _layout(schema: EpisodeSchema, version: int) -> _Layout:
     """List the datasets that grow with every episode: place, shape of a row and dtype."""
     number, byte = np.dtype(np.int64), np.dtype(np.uint8)
     layout: _Layout = [(_OFFSETS, (), number)]
     if schema.shared:
         layout.append((_OWN_NEXT, (), number))
-    layout += [(f"{_METADATA}/values", (), byte), (f"{_METADATA}/ends", (), number)]
+    for place in (_METADATA, _CHECKSUMS)[:version]:
+        layout += [(f"{place}/values", (), byte), (f"{place}/ends", (), number)]
     for path, field in schema.fields.items():
         place = _place_of(path)
         if field.kind == "dense" and not field.shared:
@@ -253,6 +279,7 @@ class _FlatColumns(FlatReader):
         def visit(name: str, dataset: Any) -> None:
             if name in (_LENGTHS, _OFFSETS) or not isinstance(dataset, _h5py().Dataset):
                 return
+            check_own(dataset)
             field = _field_of(dataset)
             if field is None or not dataset.shape or dataset.shape[0] < lengths.sum():
                 _logger.warning("%s: %r is no column of numbers or text, and left out.", path, name)
@@ -263,7 +290,7 @@ class _FlatColumns(FlatReader):
         file.visititems(visit)
         super().__init__(EpisodeSchema(fields), lengths)
         if _OFFSETS in file:
-            first = file[_OFFSETS][:].astype(np.int64)
+            first = own_node(file, _OFFSETS)[:].astype(np.int64)
             self._first_rows = dict.fromkeys(fields, first)
         self._file, self._contents = file, _map_of(file)
         self._rows: dict[Path, MappedRows] = {}
@@ -311,6 +338,9 @@ class _Writer(FormatWriter):
         self._file: Any = None
         self._unfinished: FilePath | None = None
         """Where the file is as long as it is not at its path."""
+        self._broken = False
+        """Whether a write has failed, since when the file is not open."""
+        self._version = _VERSION
         self._rows: dict[str, GrowingRows] = {}
         self._counted = dict[str, int](), 0
         """Rows of each dataset that count, and steps of all episodes."""
@@ -319,10 +349,17 @@ class _Writer(FormatWriter):
 
     def write(self, episode: EncodedEpisode) -> None:
         """Write an episode."""
+        if self._broken:
+            self._open()
+        metadata = episode.metadata.encode()
         rows = {
             _OFFSETS: np.array([self._counted[1]]),
-            **self._items_of(_METADATA, [episode.metadata.encode()]),
+            **self._items_of(_METADATA, [metadata]),
         }
+        if self._version > 1:
+            crcs = crcs_of(episode.schema, episode.columns)
+            seal = sealed(episode.length, episode.own_next, metadata, crcs)
+            rows |= self._items_of(_CHECKSUMS, [seal.tobytes()])
         if episode.schema.shared:
             rows[_OWN_NEXT] = np.array([episode.own_next])
         for path, stored in episode.columns.items():
@@ -345,9 +382,11 @@ class _Writer(FormatWriter):
                 self._file.swmr_mode = True
                 if self.mode != "overwrite":
                     self._show()
-        except BaseException:
+        except BaseException as error:
             if new:
                 self._discard()
+            elif isinstance(error, Exception):
+                self._abandon()
             raise
 
     def _append(self, rows: Mapping[str, np.ndarray], length: int) -> None:
@@ -380,7 +419,10 @@ class _Writer(FormatWriter):
         self._file.attrs["version"] = _VERSION
         self._file.attrs["schema"] = json.dumps(schema.to_json())
         self._rows = {place: create_rows(self._file, place, each) for place, each in first.items()}
-        self._rows[_LENGTHS] = create_rows(self._file, _LENGTHS, np.zeros(1, np.int64), zeros=True)
+        self._file.attrs["id"] = uuid.uuid4().hex
+        for place in (_LENGTHS, _COUNT):
+            self._rows[place] = create_rows(self._file, place, np.zeros(1, np.int64), zeros=True)
+        self._rows[_COUNT].write(np.zeros(1, np.int64), 0)
 
     def _show(self) -> None:
         """Put a new file at its path."""
@@ -391,15 +433,29 @@ class _Writer(FormatWriter):
     def _discard(self) -> None:
         """Delete a new file that is not at its path."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._abandon()
+        self._broken = False
         if self._unfinished is not None:
             self._unfinished.unlink(missing_ok=True)
         self._unfinished, self._rows = None, {}
 
+    def _abandon(self) -> None:
+        """Close the file after a write that failed, as if the process were killed.
+
+        What HDF5 has not yet written would be written in part, which makes a file unreadable. It goes
+        nowhere instead.
+        """
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, self._file.id.get_vfd_handle())
+        os.close(nowhere)
+        with contextlib.suppress(Exception):
+            self._file.close()
+        self._file, self._rows, self._broken = None, {}, True
+
     def _open(self) -> None:
         """Open the file that is there."""
-        reader = _reader(self.path)
+        path = self._unfinished or self.path
+        reader = _reader(path)
         counts = reader.counts() if isinstance(reader, _Reader) else None
         reader.close()
         if counts is None:
@@ -410,42 +466,55 @@ class _Writer(FormatWriter):
         self.schema = reader.schema
         self._counted = counts, int(reader.lengths.sum())
         h5f = _h5py().h5f
-        with _open_to_read(self.path) as file:
+        with _open_to_read(path) as file:
+            self._version = int(file.attrs["version"])
             access = file.id.get_access_plist()
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         access.set_cache(0, 521, 0, 0.75)  # No chunks are cached.
         how = h5f.ACC_RDWR | h5f.ACC_SWMR_WRITE
         try:
             # In this mode at once, so that readers that come now find it whole.
-            opened = h5f.open(os.fsencode(self.path), how, fapl=access)
+            opened = h5f.open(os.fsencode(path), how, fapl=access)
         except OSError:
-            if not os.access(self.path, os.W_OK):
+            if not os.access(path, os.W_OK):
                 raise
             # The writer before was killed. HDF5 has no call that makes such a file one to write to.
-            self._renew()
-            opened = h5f.open(os.fsencode(self.path), how, fapl=access)
-        self._file = _h5py().File(opened)
-        self._rows = {place: GrowingRows(self._file[place].id) for place in counts}
+            self._renew(path)
+            opened = h5f.open(os.fsencode(path), how, fapl=access)
+        self._file, self._broken = _h5py().File(opened), False
+        places = [*counts, _COUNT] if self._version > 1 else counts
+        self._rows = {place: GrowingRows(self._file[place].id) for place in places}
 
-    def _renew(self) -> None:
+    def _renew(self, path: FilePath) -> None:
         """Replace the file by a copy."""
         new = unfinished_path(self.path)
         try:
             with (
-                _open_to_read(self.path) as old,
+                _open_to_read(path) as old,
                 _h5py().File(new, "w", libver=_LIBVER, locking=False) as copy,
             ):
                 for name in old:
-                    old.copy(name, copy)
+                    link = old.get(name, getlink=True)
+                    if isinstance(link, _h5py().HardLink):
+                        old.copy(name, copy)
+                    else:  # It is not followed.
+                        copy[name] = link
                 for name, value in old.attrs.items():
                     copy.attrs[name] = value
-            os.replace(new, self.path)
+            os.replace(new, path)
         finally:
             new.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Finish the data set."""
         if self._file is not None:
+            try:
+                if _COUNT in self._rows:
+                    self._rows[_COUNT].write(np.array([self._count(_LENGTHS)]), 0)
+                    self._file.flush()
+            except Exception:
+                self._abandon()
+                raise
             self._file.close()
             self._file = None
         if self._unfinished is not None:

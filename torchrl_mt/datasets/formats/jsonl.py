@@ -13,15 +13,22 @@ import os
 import re
 import weakref
 from array import array
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from torchrl_mt.data._store.steps import Steps
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
-from torchrl_mt.datasets._encoding.values import from_json_text
-from torchrl_mt.datasets._files.episode_lines import columns_of, describe, fields_of
+from torchrl_mt.datasets._files.episode_lines import (
+    checked_line,
+    columns_of,
+    describe,
+    fields_of,
+    with_crc,
+)
 from torchrl_mt.datasets._files.readers import DatasetError, WholeReader
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
@@ -32,6 +39,9 @@ __all__ = ["FORMAT"]
 
 _LENGTH = re.compile(rb'\s*\{\s*"length"\s*:\s*(\d+)\s*[,}]')
 """The beginning of a line."""
+_BEGIN, _END, _TAIL = b'{"length": ', b', "crc32": "', 24
+"""How our lines begin, how their last entry does, and the bytes of that."""
+_WHOLE = re.compile(rb', "crc32": "[0-9a-f]{8}"\}.?\Z', re.DOTALL)
 _MOST_STEPS = 1 << 40
 
 
@@ -42,6 +52,7 @@ class _Reader(WholeReader):
         weakref.finalize(self, self._file.close)
         self._starts, self._sizes, lengths = _find_lines(self._file)
         super().__init__(self._first_schema(), lengths)
+        self.identity = crc32(self._bytes(0)) if len(lengths) else None
 
     def whole(self, episode: int) -> Steps:
         """Read an episode."""
@@ -64,13 +75,15 @@ class _Reader(WholeReader):
     def _line(self, i: int) -> dict[str, Any]:
         """Read and parse a line."""
         try:
-            text = os.pread(self._file.fileno(), int(self._sizes[i]), int(self._starts[i]))
-            line = from_json_text(text)
+            line = checked_line(self._bytes(i))
             if not _is_episode(line):
                 raise ValueError("it has no 'length', 'steps' and 'dtypes'")
-        except (ValueError, RecursionError) as error:
+        except Exception as error:
             raise self._damaged(i, error) from error
         return dict(line)
+
+    def _bytes(self, i: int) -> bytes:
+        return os.pread(self._file.fileno(), int(self._sizes[i]), int(self._starts[i]))
 
     def _damaged(self, i: int, error: Exception) -> DatasetError:
         return DatasetError(
@@ -85,7 +98,7 @@ class _Reader(WholeReader):
         if not len(self._starts):
             return EpisodeSchema({})
         error = DatasetError(f"{self.path}: no line of it is an episode of torchrl_mt.")
-        first = _parsed(os.pread(self._file.fileno(), int(self._sizes[0]), int(self._starts[0])))
+        first = _parsed(self._bytes(0))
         if isinstance(first, dict) and "messages" in first:
             error = DatasetError(
                 f"{self.path} has conversations without the steps of episodes: read it with "
@@ -113,7 +126,7 @@ class _Writer(FormatWriter):
 
     def write(self, episode: EncodedEpisode) -> None:
         """Append a line."""
-        append_lines(self._new or self.path, [line_of(describe(episode))])
+        append_lines(self._new or self.path, [line_of(with_crc(describe(episode)))])
         self._written = True
         if self._new is not None and self.mode != "overwrite":
             self._publish(self._new)
@@ -138,10 +151,10 @@ def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return where the lines of the episodes start, their bytes, and the steps of the episodes."""
     starts, sizes, lengths = array("q"), array("q"), array("q")
     at = 0
-    for line in file:
+    for line in _lines(file):
         match = _LENGTH.match(line)
         # A killed writer may have left part of the last line.
-        if line.endswith(b"\n") or _parsed(line) is not None:
+        if line.endswith(b"\n") or _WHOLE.search(line[-_TAIL:]) or _parsed(line) is not None:
             if match is not None:
                 length = _length({"length": int(match[1])})
             elif line.isspace():
@@ -154,6 +167,27 @@ def _find_lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 lengths.append(length)
         at += len(line)
     return np.array(starts), np.array(sizes), np.array(lengths, dtype=np.int64)
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Iterate over the lines of a file; also where a line end, or a byte to one, has changed."""
+    before = b""
+    for line in file:
+        if before and not line.startswith(_BEGIN) and line.strip() and _parsed(before) is None:
+            before += line
+            continue
+        if before:
+            yield before
+        before = b""
+        if line.count(_END) > 1:
+            *whole, line = re.split(rb'(?<="\}).(?=\{"length": )', line, flags=re.DOTALL)
+            yield from (each + b"\n" for each in whole)
+        if line.startswith(_BEGIN) and not _WHOLE.search(line[-_TAIL:]):
+            before = line  # Its end may follow.
+        else:
+            yield line
+    if before:
+        yield before
 
 
 def _parsed(line: bytes) -> Any:
@@ -193,7 +227,10 @@ def _mend_end(path: FilePath) -> None:
         last = tail[tail.rfind(b"\n") + 1 :]
         if not last:
             return
-        if _parsed(last) is None:
+        if _parsed(last[:-1]) is not None:  # All but the line end is as it was.
+            file.seek(end - 1)
+            file.write(b"\n")
+        elif _parsed(last) is None:
             file.truncate(end - len(last))
         else:
             file.seek(end)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path as FilePath
@@ -38,6 +39,7 @@ from torchrl_mt.datasets._files.episode_log import LoggedWriter, has_log, read_l
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, runs_of
 from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Format, Mode
+from torchrl_mt.paths import inside
 
 __all__ = ["FORMAT"]
 
@@ -87,7 +89,14 @@ def _lance() -> Any:
 
 def _open(path: FilePath) -> tuple[Any, dict[str, Any] | None]:
     """Open a Lance data set, and read its header; None if another program wrote it."""
+    for each in (path / _VERSIONS).iterdir():
+        inside(path, each.relative_to(path))
     data = _lance().dataset(str(path))
+    for fragment in data.get_fragments():
+        for file in fragment.data_files():
+            inside(path, f"data/{file.path}")
+            if getattr(file, "base_id", None) is not None:
+                raise DatasetError(f"{path} has its files elsewhere, which are not read: copy it.")
     text = (data.schema.metadata or {}).get(_HEADER)
     return data, None if text is None else checked_header(path, json.loads(text))
 
@@ -116,24 +125,28 @@ class _Reader(FormatReader):
         self._path = path
         header = self._open()
         schema = EpisodeSchema.from_json(header["schema"])
-        super().__init__(schema, self._list.lengths, self._list.own_next)
+        episodes = self._list
+        super().__init__(schema, episodes.lengths, episodes.own_next, episodes.checksums)
+        self.identity = header["data"]
         self._columns = _columns(schema)
         self._first = self._ends - _num_rows(schema, self.lengths, self.own_next)
 
     def _open(self) -> dict[str, Any]:
-        """Open the files; return the header."""
+        """Open the files; return the header. Those of a data set that replaced this one are refused."""
         header: dict[str, Any] = {}
         for last in (False, False, True):
-            self._lance, found = _open(self._path)
+            lance, found = _open(self._path)
             if found is None:
                 raise DatasetError(
                     f"{self._path} is a Lance data set of another program: it says nothing about "
                     f"episodes. Read it with Lance, and write its episodes with open_episodes."
                 )
             header = found
-            self._data = self._path / header["data"]
+            if self.identity not in (None, header["data"]):
+                raise DatasetError(f"{self._path} was replaced since it was opened: open it again.")
+            self._lance, self._data = lance, inside(self._path, header["data"])
             with contextlib.nullcontext() if last else contextlib.suppress(FileNotFoundError):
-                self._list = EpisodeList(self._data)
+                self._list = EpisodeList(self._data, header)
                 schema = EpisodeSchema.from_json(header["schema"])
                 rows = _num_rows(schema, self._list.lengths, self._list.own_next)
                 self._ends = rows.cumsum()
@@ -167,6 +180,8 @@ class _Reader(FormatReader):
         arrays = self._take(rows, [*names])
         columns: dict[Path, Column] = {}
         for path in paths:
+            shifted = replace(runs, starts=runs.starts + ahead[path])
+            self.verify(stored[path], shifted)
             taken = [arrays[name] for name in self._columns.names[stored[path]]]
             part = self._columns.rows(stored[path], taken, index[ahead[path].tobytes()])
             columns[path] = decode(self.schema.fields[path], part)
@@ -177,8 +192,15 @@ class _Reader(FormatReader):
         return self.read(runs, [path]).columns[path]
 
     def stored(self, path: Path, rows: Runs) -> StoredRows:
-        """Not used: :meth:`read` reads."""
-        raise NotImplementedError
+        """Read rows of an entry that is not shared."""
+        every = runs_of(self._first[rows.episodes] + rows.starts, rows.counts, rows.stride)
+        taken, index = np.unique(every, return_inverse=True)
+        arrays = self._take(taken, self._columns.names[path])
+        return self._columns.rows(path, [*arrays.values()], index.reshape(-1))
+
+    def was_replaced(self) -> bool:
+        """Whether a writer has replaced the data set."""
+        return not self._data.exists()
 
     def _ahead(self, path: Path, runs: Runs) -> np.ndarray:
         """Return how many rows after a step an entry of it is, for each run."""
@@ -195,12 +217,8 @@ class _Reader(FormatReader):
             return self._taken(rows, names)
         except Exception:
             # A writer may have joined the files since they were opened.
-            data, version = self._data, self._lance.version
+            version = self._lance.version
             self._open()
-            if self._data != data:
-                raise DatasetError(
-                    f"{self._path} was replaced since it was opened: open it again."
-                ) from None
             if self._lance.version == version:
                 raise
             return self._taken(rows, names)
@@ -254,6 +272,9 @@ class _Folder(EpisodeFolder):
         operation = lance.LanceOperation.Overwrite(schema, self.fragments)
         lance.LanceDataset.commit(str(folder), operation)
 
+    def write_count(self) -> None:
+        """Lance counts its rows."""
+
 
 class _Writer(LoggedWriter):
     """Writes Lance."""
@@ -262,11 +283,13 @@ class _Writer(LoggedWriter):
 
     def __init__(self, path: FilePath, mode: Mode) -> None:
         _lance()
+        for each in path.rglob("*"):
+            inside(path, each.relative_to(path), to_write=True)
         super().__init__(_Folder(path, mode), mode)
 
     def num_folded(self) -> int:
         """Return how many episodes Lance has."""
-        episodes = EpisodeList(self.folder.data)
+        episodes = EpisodeList(self.folder.data, self.folder.header)
         assert self.schema is not None
         rows = _num_rows(self.schema, episodes.lengths, episodes.own_next)
         return _num_folded(_open(self.folder.path)[0], rows.cumsum())

@@ -30,6 +30,7 @@ from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows, 
 from torchrl_mt.datasets._encoding.values import dtype_of, to_json_text
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, runs_of
 from torchrl_mt.datasets.registry import Format
+from torchrl_mt.paths import inside
 
 __all__ = ["FORMAT"]
 
@@ -55,7 +56,7 @@ class _Reader(FormatReader):
         self._arrow = import_extra("pyarrow", "arrow")
         self._parquet = import_extra("pyarrow.parquet", "arrow")
         try:
-            self._info = json.loads((path / _INFO).read_bytes())
+            self._info = json.loads(inside(path, _INFO).read_bytes())
             version = str(self._info["codebase_version"])
             self._features: dict[str, Any] = self._info["features"]
             self._fps = float(self._info["fps"])
@@ -108,6 +109,7 @@ class _Reader(FormatReader):
         tables = []
         for file in files:
             try:
+                inside(self.path, file.relative_to(self.path))
                 names = self._parquet.read_schema(file).names
                 wanted = [name for name in names if not name.startswith(("stats/", "meta/"))]
                 tables.append(self._parquet.ParquetFile(file).read(wanted))
@@ -191,7 +193,7 @@ class _Reader(FormatReader):
         for number in np.unique(files).tolist():
             chunk, index = self._data_files[number].tolist()
             template = self._info["data_path"]
-            file = self.path / template.format(chunk_index=chunk, file_index=index)
+            file = inside(self.path, template.format(chunk_index=chunk, file_index=index))
             source, ends = self._opened(file)
             places = np.flatnonzero(files == number)
             within = rows[places] - self._first_rows[number]
@@ -238,9 +240,8 @@ class _Reader(FormatReader):
         times = where["from_timestamp"] + steps / self._fps
         pairs = np.stack([where["chunk_index"], where["file_index"]], axis=1).astype(np.int64)
         for chunk, index in np.unique(pairs, axis=0).tolist():
-            file = self.path / self._info["video_path"].format(
-                video_key=name, chunk_index=chunk, file_index=index
-            )
+            name_of = self._info["video_path"].format
+            file = inside(self.path, name_of(video_key=name, chunk_index=chunk, file_index=index))
             places = np.flatnonzero((pairs == (chunk, index)).all(1))
             wanted, back = np.unique(times[places], return_inverse=True)
             for number, frame in enumerate(_frames_at(file, wanted.tolist(), self._fps)):
@@ -297,7 +298,7 @@ def _decoded(field: Field, feature: Mapping[str, Any], array: Any, root: FilePat
         for item in array.to_pylist():
             data = item["bytes"]
             if data is None:
-                data = (root / item["path"]).read_bytes()
+                data = inside(root, item["path"]).read_bytes()
             with library.open(io.BytesIO(data)) as image:
                 images.append(_shaped(np.asarray(image), field.shape))
         return np.stack(images)

@@ -27,8 +27,10 @@ from torchrl_mt.data._store.steps import Path
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows, TextRows
 from torchrl_mt.datasets._encoding.values import to_json_text
+from torchrl_mt.datasets._files.hdf5_rows import own_node
 from torchrl_mt.datasets._files.readers import DatasetError, EpisodicReader
 from torchrl_mt.datasets.registry import Format
+from torchrl_mt.paths import inside
 
 __all__ = ["FORMAT"]
 
@@ -110,18 +112,22 @@ class _Hdf5Files(_Files):
     def __init__(self, folder: FilePath, spaces: Mapping[str, Any]) -> None:
         super().__init__(folder, spaces)
         self._h5py = import_extra("h5py", "hdf5")
-        self._file = self._h5py.File(folder / _HDF5, "r")
+        self._file = self._h5py.File(inside(folder, _HDF5), "r")
 
     def length(self, episode: int) -> int:
         # The attributes of h5py's objects are slower than its lower level.
-        group = self._h5py.h5g.open(self._file.id, b"episode_%d" % episode)
+        name = b"episode_%d" % episode
+        links = self._file.id.links
+        if not links.exists(name) or links.get_info(name).type != self._h5py.h5l.TYPE_HARD:
+            raise ValueError(f"{name.decode()} is missing, or a link, which is not followed.")
+        group = self._h5py.h5g.open(self._file.id, name)
         found = np.empty((), dtype=np.int64)
         self._h5py.h5a.open(group, b"total_steps").read(found)
         return int(found)
 
     def metadata(self, episode: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, value in self._file[f"episode_{episode}"].attrs.items():
+        for name, value in own_node(self._file, f"episode_{episode}").attrs.items():
             *outer, last = name.split("/")
             place = found
             for each in outer:
@@ -132,11 +138,13 @@ class _Hdf5Files(_Files):
         return found
 
     def leaves(self, episode: int) -> Iterator[_Leaf]:
-        yield from self._leaves_of(self._file[f"episode_{episode}"], (), self.length(episode))
+        yield from self._leaves_of(
+            own_node(self._file, f"episode_{episode}"), (), self.length(episode)
+        )
 
     def _leaves_of(self, group: Any, names: tuple[str, ...], steps: int) -> Iterator[_Leaf]:
-        for name, node in group.items():
-            where = (*names, name)
+        for name in group:
+            node, where = own_node(group, name), (*names, name)
             if isinstance(node, self._h5py.Group):
                 yield from self._leaves_of(node, where, steps)
             elif node.ndim:
@@ -156,7 +164,7 @@ class _Hdf5Files(_Files):
                 yield leaf
 
     def read(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
-        node = self._file[f"episode_{episode}/{'/'.join(leaf.names)}"]
+        node = own_node(self._file, f"episode_{episode}/{'/'.join(leaf.names)}")
         _check_rows(leaf, len(node), self.length(episode))
         if self._h5py.check_string_dtype(node.dtype) is not None:
             node = node.asstr()
@@ -178,7 +186,7 @@ class _ArrowFiles(_Files):
         return int(self.metadata(episode)["total_steps"])
 
     def metadata(self, episode: int) -> dict[str, Any]:
-        text = (self.folder / str(episode) / "metadata.json").read_bytes()
+        text = inside(self.folder, f"{episode}/metadata.json").read_bytes()
         return dict(json.loads(text))
 
     def leaves(self, episode: int) -> Iterator[_Leaf]:
@@ -233,6 +241,7 @@ class _ArrowFiles(_Files):
             raise ValueError(f"there is no *.{self._suffix} in {self.folder / str(episode)}.")
         tables = []
         for file in files:
+            inside(self.folder, file.relative_to(self.folder))
             if self._suffix == "parquet":
                 tables.append(self._parquet.ParquetFile(file).read(names, use_threads=False))
             else:
@@ -246,6 +255,7 @@ class _Reader(EpisodicReader):
     def __init__(self, path: FilePath) -> None:
         folder = _data_folder(path)
         assert folder is not None
+        inside(path, (folder / "metadata.json").relative_to(path))
         file = folder / "metadata.json"
         try:
             about = json.loads(file.read_bytes())

@@ -17,7 +17,7 @@ from torchrl_mt.checks import check_integer_within, import_extra
 from torchrl_mt.data._store.steps import name_of
 from torchrl_mt.datasets._encoding.schema import Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, StoredRows
-from torchrl_mt.datasets._files.entry_files import with_suffix
+from torchrl_mt.datasets._files.entry_files import EntryFiles, with_suffix
 from torchrl_mt.datasets._files.episode_folder import format_in
 from torchrl_mt.datasets._files.image_files import channels_of, from_picture, is_image, to_picture
 from torchrl_mt.datasets._files.mp4_files import read_frames, write_frames
@@ -43,13 +43,13 @@ class VideoReader(FolderReader):
         DatasetError: if it cannot be read; names the file.
     """
 
-    def read_entry(self, base: FilePath, field: Field, rows: np.ndarray) -> StoredRows:
-        """Read rows of one entry; ``base`` is its path without a suffix."""
+    def read_entry(self, entry: EntryFiles, field: Field, rows: np.ndarray) -> StoredRows:
+        """Read rows of one entry."""
         if not _is_video(field):
-            return super().read_entry(base, field, rows)
+            return super().read_entry(entry, field, rows)
         values = np.empty((len(rows), *field.shape), dtype=np.uint8)
         picture = to_picture(np.empty(field.shape, dtype=np.uint8)).shape
-        file = with_suffix(base, "mp4")
+        file = entry.mapped(".mp4")
         frames = read_frames(file, rows.tolist(), picture, fps=self.options["fps"])
         for place, frame in enumerate(frames):
             values[place] = from_picture(frame, field.shape)

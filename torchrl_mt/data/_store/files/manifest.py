@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchrl_mt.paths import inside
+
 __all__ = [
     "CHUNK",
     "HASHES",
@@ -109,14 +111,20 @@ def write_manifest(file: Path, files: Mapping[str, tuple[int, str | None]]) -> N
 
 
 def read_manifest(file: Path) -> dict[str, tuple[int, str | None]]:
-    """Read what :func:`write_manifest` wrote; ``ValueError`` if the manifest is damaged."""
+    """Read what :func:`write_manifest` wrote.
+
+    Raises:
+        ValueError: if the manifest is damaged, or names what lies outside its folder.
+    """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = inside(file.parent, file.name).read_text(encoding="utf-8")
         files = json.loads(text)["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(file) from error
     if _text(files) != text:
         raise damaged(file)
+    for name in files:
+        inside(file.parent, name)
     return {name: (size, digest) for name, (size, digest) in files.items()}
 
 

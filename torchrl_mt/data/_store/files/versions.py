@@ -26,6 +26,7 @@ from torchrl_mt.data._store.files.manifest import (
     read_manifest,
     write_manifest,
 )
+from torchrl_mt.paths import inside
 
 __all__ = [
     "RUN",
@@ -210,6 +211,7 @@ def _finish(folder: Path) -> None:
 
 def _check(folder: Path, verify: bool, hashed: bool = False) -> None:
     """Refuse a version with a missing or damaged file; ``hashed``: verify also files hashed beside."""
+    inside(folder.parent, folder.name)
     files = read_manifest(folder / _FILES)
     for name, (size, _) in files.items():
         check_size(folder / name, size)
