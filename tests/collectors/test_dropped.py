@@ -117,14 +117,6 @@ def test_a_loader(tokenizer, quick_collection):
     wait_until(lambda: not set(threading.enumerate()) - threads)
 
 
-def test_one_whose_making_fails_leaves_nothing(quick_collection):
-    threads = set(threading.enumerate())
-    with pytest.raises(TypeError, match="rate_limit must be a SampleRatio"):
-        MultiTurnCollector(Talk, SeededEngine, items(8), episodes_per_batch=4, rate_limit=3)
-    gc.collect()
-    wait_until(lambda: not set(threading.enumerate()) - threads)
-
-
 def test_a_loop_that_is_dropped_in_its_own_thread_ends():
     held, ended = [], threading.Event()
     held.append(LoopThread("dropped", then=ended.set))

@@ -807,17 +807,6 @@ def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
     assert settled(collector.stats())
 
 
-def test_a_turn_without_messages_leads_to_the_next_answer(guesser, tokenizer):
-    class Silent(Talk):
-        def step(self, response):
-            step = super().step(response)
-            return TextStep(reward=step.reward, done=step.done)
-
-    (batch,), _ = collect(Silent, guesser, [{"turns": 2}], episodes_per_batch=1, total_episodes=1)
-    first, second = batch.get(("tokens", "prompt"), as_list=True)
-    assert first[-1] == second[-1] == tokenizer.convert_tokens_to_ids("<assistant>")
-
-
 def test_what_an_environment_says_about_a_turn_is_kept(guesser):
     class Says(Talk):
         def step(self, response):

@@ -256,7 +256,6 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             env_workers=env_workers,
             agents=agents,
         )
-        self._thread = LoopThread("torchrl_mt-rollout", then=self._player.end)
         self.engine = self._player.engine
         self._owns_engine = self.engine is not policy
         self.worker_idx = 0
@@ -303,6 +302,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._may_begin.set()
         self._run = self._new_run()
         self._background: WatchedThread | None = None
+        self._thread = LoopThread("torchrl_mt-rollout", then=self._player.end)
 
     def _make_player(self, env: Any, policy: Any, **options: Any) -> Player:
         """Make the player of the episodes, with its engine; options are those of the player."""

@@ -93,7 +93,7 @@ def enter_result(episode: Episode, result: Any, version: int) -> None:
     if not turns:
         raise misuse(
             ValueError(
-                "a workflow or an agent must call the model at least once (a workflow may also return a "
+                "a workflow or agent must call the engine at least once (a workflow may also return a "
                 "dict with 'input_ids'): there is nothing to learn from."
             )
         )
@@ -143,9 +143,9 @@ def _numbers(values: Sequence[Any]) -> list[float]:
         ):
             raise misuse(
                 TypeError(
-                    "a workflow must return None, a number, a list of numbers or a TensorDict, and an "
-                    f"agent a reward, too, got {type(value).__name__} ({str(value)[:80]}). A "
-                    "workflow's dict must have 'input_ids'."
+                    "a workflow or agent must return None, a number, a list of numbers or a TensorDict, "
+                    f"got {type(value).__name__} ({str(value)[:80]}). A workflow's dict must have "
+                    "'input_ids'."
                 )
             )
     return [as_number(value) for value in values]

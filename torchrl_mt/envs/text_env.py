@@ -33,7 +33,8 @@ class TextStep:
     """An environment's reply to one response of the model.
 
     Args:
-        messages: messages to append to the dialogue after the model's response.
+        messages: messages to append to the dialogue after the model's response; at least one, unless the
+            step is ``done`` or has a ``history``.
         reward: reward of this turn; if it is not finite, collectors reject the episode.
         done: whether the episode is over, for any reason.
         truncated: whether the episode was cut short, so that its final state may still have value. Only

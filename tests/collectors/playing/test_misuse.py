@@ -42,8 +42,8 @@ MISUSES = [
     (env(TextStep([{"role": "user"}])), "got one without content .* from Env.step"),
     (env(TextStep(reward="1", done=True)), r"TextStep.reward must be a number, got str \(1\)"),
     (env("3"), "TextEnv.step must return a TextStep, got str"),
-    (Agent("4"), r"an agent a reward, too, got str \(4\)"),
-    (Agent(1.0, asks=False), "an agent must call the model at least once"),
+    (Agent("4"), r"a number, a list of numbers or a TensorDict, got str \(4\)"),
+    (Agent(1.0, asks=False), "agent must call the engine at least once"),
 ]
 
 

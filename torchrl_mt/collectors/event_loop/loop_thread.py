@@ -189,7 +189,7 @@ class _ServedLoop:
                 f"the event loop's thread has ended for {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
-        watchdog.ended.set()
+        watchdog.stop()
         with self._lock:
             self.refusal = error
         for future in tuple(self.waiting):

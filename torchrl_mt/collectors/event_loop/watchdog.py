@@ -8,8 +8,6 @@ import sys
 import threading
 import traceback
 
-from torchrl_mt.threads import start_daemon
-
 __all__ = ["Watchdog"]
 
 _logger = logging.getLogger("torchrl_mt")
@@ -31,17 +29,24 @@ class Watchdog:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-        self.ended = threading.Event()
-        """Set when the loop has ended."""
         self._loop, self._thread = loop, thread
         self._unanswered = 0
+        self._ended = threading.Event()
+        self._looking = threading.Thread(
+            target=self._watch, name="torchrl_mt-watchdog", daemon=True
+        )
 
     def start(self) -> None:
-        """Look from now on until the loop has ended, in a thread."""
-        start_daemon(self._watch)
+        """Look from now on, in a thread."""
+        self._looking.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._looking.join()
 
     def _watch(self) -> None:
-        while not self.ended.wait(_LOOK_SECONDS):
+        while not self._ended.wait(_LOOK_SECONDS):
             self.look()
 
     def look(self) -> None:
