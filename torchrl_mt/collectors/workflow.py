@@ -148,5 +148,4 @@ def _numbers(values: Sequence[Any]) -> list[float]:
                     "'input_ids'."
                 )
             )
-            )
     return [as_number(value) for value in values]
