@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
@@ -87,6 +87,18 @@ def _lance() -> Any:
     return lance
 
 
+@contextlib.contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise a panic of Lance (of damaged files), which is no ``Exception``, as an error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from error
+
+
+@_panics_as_errors()
 def _open(path: FilePath) -> tuple[Any, dict[str, Any] | None]:
     """Open a Lance data set, and read its header; None if another program wrote it."""
     for each in (path / _VERSIONS).iterdir():
@@ -223,6 +235,7 @@ class _Reader(FormatReader):
                 raise
             return self._taken(rows, names)
 
+    @_panics_as_errors()
     def _taken(self, rows: np.ndarray, names: list[str]) -> dict[str, Any]:
         import pyarrow as pa
 
