@@ -111,4 +111,4 @@ def test_many_that_wait_are_one_line(caplog, monkeypatch):
         counts.watch()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "for Slow.step for" in line
-    assert "and so have 127 others" in line
+    assert "the longest of 128 that wait" in line

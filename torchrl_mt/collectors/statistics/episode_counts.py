@@ -185,7 +185,7 @@ class EpisodeCounts:
         for _, _, episode in new:
             episode.calls.told = True
         seconds, what, longest = max(new, key=lambda call: call[0])
-        others = f", and so have {len(new) - 1} others for a call" if len(new) > 1 else ""
+        among = f", the longest of {len(new)} that wait" if len(new) > 1 else ""
         _logger.warning(
             "episode %d (task %s) has waited for %s for %.0f seconds%s. Limits(tool_timeout=..., "
             "turn_timeout=...) would end it.",
@@ -193,7 +193,7 @@ class EpisodeCounts:
             longest.task_id,
             what,
             seconds,
-            others,
+            among,
         )
 
     def load(self, stats: Mapping[str, int]) -> None:
