@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from tests.engines.receiving_servers import ReceivingSGLang, ReceivingVLLM, in_processes
 from tests.engines.sampling_servers import version_of
 from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
-from torchrl_mt.engines.server_weights import sglang, vllm
+from torchrl_mt.engines.server_weights import sglang
 from torchrl_mt.engines.server_weights.process_group import open_torch_group
 
 httpx = pytest.importorskip("httpx")
@@ -66,9 +67,9 @@ def test_sglang_receives_weights(tokenizer, monkeypatch):
 def test_vllm_receives_weights(tokenizer, monkeypatch):
     # vLLM's own communicator needs GPUs.
     monkeypatch.setattr(
-        vllm,
-        "open_vllm_group",
-        lambda **place: open_torch_group(**place, backend="gloo", group_name="vllm"),
+        VLLMWeights,
+        "_open_group",
+        staticmethod(partial(open_torch_group, backend="gloo", group_name="vllm")),
     )
     with in_processes(ReceivingVLLM, 1) as urls:
         on_update = VLLMWeights(urls, transport="nccl")

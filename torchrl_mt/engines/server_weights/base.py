@@ -326,10 +326,13 @@ class ServerWeights(ABC):
                 "master_port": free_port(self._master_address),
                 **self._place(url),
             }
-            with ThreadPoolExecutor(1) as thread:
+            thread = ThreadPoolExecutor(1)
+            try:
                 asked = thread.submit(self._ask_to_join, url, {**place, "rank_offset": 1})
                 self._groups[url] = self._open_group(**place), place
                 asked.result()
+            finally:  # A server waits long for a group that could not be opened here.
+                thread.shutdown(wait=False)
         return self._groups[url]
 
     def _post(self, url: str, path: str, body: Any = None, **params: Any) -> Any:
