@@ -26,7 +26,8 @@ peft = pytest.importorskip("peft")
 
 def untied():
     torch.manual_seed(0)
-    return tiny_chat_model(" ".join(map(str, range(22))), tie_word_embeddings=False)[0].eval()
+    words = " ".join(map(str, range(22)))
+    return tiny_chat_model(words, tie_word_embeddings=False, attention_bias=True)[0].eval()
 
 
 CONFIGS = {

@@ -58,11 +58,11 @@ def _replaced(
 
 def as_additions(steps: Steps) -> Steps:
     """Convert an episode with whole prompts to what files hold."""
-    items = additions_of(steps, torch.tensor([steps.length])).items
+    items = additions_of(steps, torch.tensor([steps.length], device="cpu")).items
     parts: dict[Path, Any] = {
         _ADDED: Rows([item.added for item in items]),
-        _KEPT: torch.tensor([item.kept for item in items]),
-        _BACK: torch.tensor([item.back for item in items]),
+        _KEPT: torch.tensor([item.kept for item in items], device="cpu"),
+        _BACK: torch.tensor([item.back for item in items], device="cpu"),
     }
     return replace(steps, columns=_replaced(steps.columns, PROMPT, parts))
 

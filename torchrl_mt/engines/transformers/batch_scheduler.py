@@ -320,7 +320,8 @@ class BatchScheduler:
                     self._draw(row, [request])
                 return
             requests[0].failure = error
-            tokens, log_probs = torch.zeros(1, dtype=torch.int64), torch.full((1,), torch.nan)
+            tokens = torch.zeros(1, dtype=torch.int64, device="cpu")
+            log_probs = torch.full((1,), torch.nan, device="cpu")
         finished = []
         for request, token, log_prob in zip(
             requests, tokens.tolist(), log_probs.tolist(), strict=True
