@@ -281,10 +281,10 @@ def test_a_workflow_need_not_call_the_engine(engine):
 def test_a_wrong_dict_is_a_failure_that_names_the_key(engine):
     with pytest.raises(RuntimeError, match="'attention_mask' must have shape"):
         collect(Returns(one(attention_mask=torch.ones(2, 5))), engine, max_consecutive_failures=1)
-    with pytest.raises(RuntimeError, match="or return a dict with 'input_ids'"):
+    with pytest.raises(RuntimeError, match="return a dict with 'input_ids'"):
         collect(Returns({"reward": 1.0}), engine, max_consecutive_failures=1)
     episode = Episode(None, turns=[recorded([1], [2])])
-    with pytest.raises(TypeError, match=r"got dict .* A dict must have 'input_ids'"):
+    with pytest.raises(TypeError, match=r"got dict .* A workflow's dict must have 'input_ids'"):
         enter_result(episode, {"reward": 1.0}, 0)
 
 

@@ -123,7 +123,8 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
             if self.turns == 2:
                 with contextlib.suppress(asyncio.CancelledError):
                     await hang()
-            return TextStep(reward=1.0, done=self.turns == 2)
+            again = [{"role": "user", "content": "guess"}]
+            return TextStep(again, reward=1.0, done=self.turns == 2)
 
     with MultiTurnCollector(
         Swallows,
