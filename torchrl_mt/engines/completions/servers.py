@@ -121,11 +121,6 @@ class Servers:
         self._held: Future[None] | None = None
 
     @property
-    def is_held(self) -> bool:
-        """Whether requests wait for the end of an update."""
-        return self._held is not None
-
-    @property
     def live(self) -> int:
         """Number of servers that take requests."""
         return sum(not each.away_until and each.weights == "current" for each in self.all)

@@ -23,6 +23,7 @@ from torchrl_mt.engines.completions.reported_versions import VersionSource
 from torchrl_mt.engines.completions.servers import server_origins
 from torchrl_mt.engines.server_weights.process_group import Group, free_port
 from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights, saved_names
+from torchrl_mt.threads import settle, start_daemon
 
 __all__ = ["ServerError", "ServerWeights", "WeightUpdateError"]
 
@@ -326,14 +327,16 @@ class ServerWeights(ABC):
                 "master_port": free_port(self._master_address),
                 **self._place(url),
             }
-            thread = ThreadPoolExecutor(1)
-            try:
-                asked = thread.submit(self._ask_to_join, url, {**place, "rank_offset": 1})
-                self._groups[url] = self._open_group(**place), place
-                asked.result()
-            finally:  # A server waits long for a group that could not be opened here.
-                thread.shutdown(wait=False)
+            asked = self._start(self._ask_to_join, url, {**place, "rank_offset": 1})
+            self._groups[url] = self._open_group(**place), place
+            asked.result()
         return self._groups[url]
+
+    def _start(self, request: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Ask a server in a daemon thread: it answers, perhaps never, once this process did its part."""
+        asked: Future[Any] = Future()
+        start_daemon(settle, asked, request, *args)
+        return asked
 
     def _post(self, url: str, path: str, body: Any = None, **params: Any) -> Any:
         """Post to a server; returns the JSON of its answer, or ``None``."""

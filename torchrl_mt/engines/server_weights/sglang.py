@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,18 +94,17 @@ class SGLangWeights(ServerWeights):
     def _broadcast(self, url: str, weights: Mapping[str, Tensor], version: int) -> None:
         group, place = self._group(url)
         buckets = list(_buckets(weights))
-        with ThreadPoolExecutor(1) as thread:
-            for k, bucket in enumerate(buckets):
-                is_last = k == len(buckets) - 1
-                body = {
-                    **described(bucket, "dtypes"),
-                    "group_name": place["group_name"],
-                    "flush_cache": is_last,
-                    **({"weight_version": str(version)} if is_last else {}),
-                }
-                # The server answers once it has received everything.
-                asked = thread.submit(self._update, url, "/update_weights_from_distributed", body)
-                group.send(bucket.values(), asked)
+        for k, bucket in enumerate(buckets):
+            is_last = k == len(buckets) - 1
+            body = {
+                **described(bucket, "dtypes"),
+                "group_name": place["group_name"],
+                "flush_cache": is_last,
+                **({"weight_version": str(version)} if is_last else {}),
+            }
+            # The server answers once it has received everything.
+            asked = self._start(self._update, url, "/update_weights_from_distributed", body)
+            group.send(bucket.values(), asked)
 
     def _place(self, url: str) -> dict[str, Any]:
         info = self._get(url, "/get_server_info") or self._get(url, "/server_info") or {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,10 +153,9 @@ class VLLMWeights(ServerWeights):
         group, _ = self._group(url)
         has_phases = self._optional(url, "/start_weight_update")
         info = described(weights, "dtype_names")
-        with ThreadPoolExecutor(1) as thread:
-            # The server answers once it has received everything.
-            asked = thread.submit(self._post, url, "/update_weights", {"update_info": info})
-            group.send(weights.values(), asked)
+        # The server answers once it has received everything.
+        asked = self._start(self._post, url, "/update_weights", {"update_info": info})
+        group.send(weights.values(), asked)
         if has_phases:
             self._post(url, "/finish_weight_update", {"weight_version": str(version)})
         self._finish(url)
