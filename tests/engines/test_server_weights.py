@@ -420,12 +420,19 @@ def _disturbed(engine, servers, rng, *, exact):
             server = servers.servers[k]
             action = rng.choice(["update", "update", "update", "refuse", "restart"])
             if action == "restart":
-                servers.kill(k)
-                # It is away for so long that a request notices; its first weights are of version 0.
                 place = engine._servers.all[k]
+                servers.kill(k)
+                # It is away for so long that a request notices, and what it was loading has failed; its
+                # first weights are of version 0.
                 wait_until(
-                    lambda place=place: (
-                        over.is_set() or not engine.version or place.weights != "current"
+                    lambda place=place, away=place.away_until: (
+                        over.is_set()
+                        or not engine.version
+                        or (
+                            place.away_until != away
+                            and place.weights != "current"
+                            and not place.restored
+                        )
                     )
                 )
                 again = servers.restart(k)
