@@ -241,8 +241,16 @@ def test_answers_that_are_requeued_go_on_where_they_were(any_family):
     """Positions behind images are no places in the row, also of tokens that were sampled."""
     engine = any_family.endless(cache_tokens=96, prefix_sharing=False)
     shown = [[], [2], [0, 1], [3]]
-    requests = [any_family.ask(engine, each, max_new_tokens=20) for each in shown]
-    answers = asyncio.run(gather(requests))
+
+    async def ask_all():
+        asked = [any_family.ask(engine, each, max_new_tokens=20) for each in shown]
+        with engine._generation.paused():  # Until all are there, which do not fit.
+            tasks = [asyncio.ensure_future(request) for request in asked]
+            while engine.stats()["waiting"] < len(shown):
+                await asyncio.sleep(0.001)
+        return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(ask_all())
     stats = engine.stats()
     engine.close()
     prompts = [any_family.message(each) for each in shown]
