@@ -19,7 +19,7 @@ from torchrl_mt.engines import PolicyEngine, TransformersEngine
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
 
-from .helpers import changed_copy, check, endless, idle, until
+from .helpers import changed_copy, check, endless, held, idle, until
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
 """The first has the code path of the second, and is left out of the fast tier."""
@@ -242,15 +242,14 @@ def test_answers_that_are_requeued_go_on_where_they_were(any_family):
     engine = any_family.endless(cache_tokens=96, prefix_sharing=False)
     shown = [[], [2], [0, 1], [3]]
 
-    async def ask_all():
-        asked = [any_family.ask(engine, each, max_new_tokens=20) for each in shown]
-        with engine._generation.paused():  # Until all are there, which do not fit.
-            tasks = [asyncio.ensure_future(request) for request in asked]
-            while engine.stats()["waiting"] < len(shown):
-                await asyncio.sleep(0.001)
+    async def run():
+        with held(engine):  # Together, the answers do not fit.
+            requests = [any_family.ask(engine, each, max_new_tokens=20) for each in shown]
+            tasks = [asyncio.create_task(request) for request in requests]
+            await until(lambda: engine.stats()["waiting"] == len(shown))
         return await asyncio.gather(*tasks)
 
-    answers = asyncio.run(ask_all())
+    answers = asyncio.run(run())
     stats = engine.stats()
     engine.close()
     prompts = [any_family.message(each) for each in shown]
