@@ -1,7 +1,7 @@
 """Multi-turn reinforcement learning in TorchRL.
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
-``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.scoring`` and ``.objectives``.
+``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.scoring``, ``.objectives`` and ``.pretrained``.
 Each is imported at its first use.
 """
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchrl_mt import engines as engines
     from torchrl_mt import envs as envs
     from torchrl_mt import objectives as objectives
+    from torchrl_mt import pretrained as pretrained
     from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
     from torchrl_mt import transforms as transforms
@@ -33,6 +34,7 @@ _SUBPACKAGES = (
     "engines",
     "envs",
     "objectives",
+    "pretrained",
     "scoring",
     "testing",
     "transforms",

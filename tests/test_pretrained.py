@@ -1,0 +1,101 @@
+"""What a model is loaded with for training: adapters, learning rate, number type, one line about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from torchrl_mt import pretrained
+from torchrl_mt.testing import tiny_chat_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model, tokenizer = tiny_chat_model("yes no")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def trained(policy):
+    return [p for p in policy.model.parameters() if p.requires_grad]
+
+
+def test_by_default_only_adapters_are_trained_and_one_line_says_so(folder, capsys):
+    policy = pretrained.load(folder)
+    assert isinstance(policy.model, PeftModel)
+    assert all("lora_" in name for name, p in policy.model.named_parameters() if p.requires_grad)
+    config = policy.model.active_peft_config
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 32, 0.0)
+    (group,) = policy.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (3e-4, 0.0)
+    assert {id(p) for p in group["params"]} == {id(p) for p in trained(policy)}
+    assert not policy.model.training
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert f"{folder}: trains LoRA, " in line
+    assert "lr 0.0003, float32 on cpu" in line
+
+
+def test_all_weights_are_trained_if_asked(folder):
+    policy = pretrained.load(folder, lora=False, lr=2e-6)
+    assert len(trained(policy)) == len(list(policy.model.parameters()))
+    assert policy.optimizer.param_groups[0]["lr"] == 2e-6
+
+
+def test_adapters_and_models_of_ones_own_are_kept(folder):
+    model, tokenizer = tiny_chat_model("yes no")
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    assert pretrained.load(model, tokenizer, lora=config).model.peft_config["default"] is config
+    actor = get_peft_model(tiny_chat_model("yes no")[0], config)
+    policy = pretrained.load(actor, tokenizer, lora=False)
+    assert policy.model is actor
+    assert policy.optimizer.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_adapters_are_in_full_precision(folder, dtype):
+    policy = pretrained.load(folder, dtype=dtype)
+    assert next(policy.model.parameters()).dtype == (dtype or torch.float32)
+    assert {p.dtype for p in trained(policy)} == {torch.float32}
+
+
+def test_a_tokenizer_without_padding_pads_with_its_last_token():
+    model, tokenizer = tiny_chat_model("yes no")
+    tokenizer.pad_token = None
+    assert pretrained.load(model, tokenizer).tokenizer.pad_token == tokenizer.eos_token
+
+
+def test_plain_text_is_as_likely_as_the_model_itself_says():
+    words = " ".join(dict.fromkeys(" ".join(pretrained.PLAIN_TEXT).split()))
+    policy = pretrained.load(*tiny_chat_model(words))
+    with torch.no_grad():
+        for p in trained(policy):
+            p.normal_()
+    losses, counts = [], []
+    for text in pretrained.PLAIN_TEXT:
+        ids = policy.tokenizer(text, return_tensors="pt")["input_ids"]
+        losses.append(policy.model(input_ids=ids, labels=ids).loss.item())
+        counts.append(ids.shape[1] - 1)
+    expected = sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
+    assert policy.plain_text_nll() == pytest.approx(expected, abs=1e-5)
+
+
+def test_learning_rates_by_size_and_kind():
+    sizes = (int(5e8), int(7e9), int(7e10))
+    assert [pretrained.learning_rate(n, lora=True) for n in sizes] == [3e-4, 1e-4, 5e-5]
+    assert [pretrained.learning_rate(n, lora=False) for n in sizes] == [1e-5, 3e-6, 1e-6]
+
+
+def test_what_cannot_be_trained_is_refused_by_name(folder):
+    model, tokenizer = tiny_chat_model("yes no")
+    with pytest.raises(ValueError, match="lr must be"):
+        pretrained.load(folder, lr=0)
+    with pytest.raises(TypeError, match="revision is for loading a model by its name"):
+        pretrained.load(model, tokenizer, revision="main")
+    with pytest.raises(ValueError, match="requires_grad"):
+        pretrained.load(model.requires_grad_(False), tokenizer, lora=False)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat template"):
+        pretrained.load(model, tokenizer)
