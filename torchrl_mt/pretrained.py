@@ -65,8 +65,8 @@ class Pretrained:
         """Measure how likely a few plain sentences are, to see whether training damages the model.
 
         Returns:
-            The negative log-likelihood, in nats per token. It should stay within a few tenths; a rise by 1
-            or more means that training destroys the model.
+            The negative log-likelihood, in nats per token. It should stay within a few tenths; a rise
+            by 1 or more means that training destroys the model.
         """
         nll, count = 0.0, 0
         with scoring_mode(self.model):
@@ -121,9 +121,9 @@ def load(
         lr: Learning rate; by default :func:`learning_rate`.
         device: Where the model goes; by default it stays where it was loaded, as it must with
             ``device_map`` or quantised weights.
-        dtype: Number type of the weights. Default: bfloat16 with LoRA on CUDA, otherwise float32, as small
-            steps are lost in lower precision. Adapters are always float32. A model that is loaded already
-            keeps its own.
+        dtype: Number type of the weights. Default: bfloat16 with LoRA on CUDA, otherwise float32, as
+            small steps are lost in lower precision. Adapters are always float32. A model that is loaded
+            already keeps its own.
         **kwargs: For ``AutoModelForCausalLM.from_pretrained``, such as ``device_map`` or ``revision``.
 
     Raises:
@@ -159,8 +159,8 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(name)
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {name} must have a chat template, got none: take a model that is tuned for "
-            "chat (its name often ends in Instruct), or set tokenizer.chat_template."
+            f"the tokenizer of {name} must have a chat template, got none: take a model that is tuned "
+            "for chat (its name often ends in Instruct), or set tokenizer.chat_template."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
