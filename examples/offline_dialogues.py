@@ -1,0 +1,188 @@
+"""Train a real language model on dialogues from disk, and then on dialogues of its own.
+
+A customer writes to a shop. The model asks for the order number where it is missing, and then writes a
+ticket: what to do, with what, for which order. A scripted expert has left dialogues in a file of JSON
+lines. The model imitates some of them, and then learns from the reward of its own dialogues: 1 for the
+right ticket. It is evaluated on goods that it never saw.
+
+    pip install 'torchrl-mt[lora]'
+    python examples/offline_dialogues.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchrl_mt import pretrained
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.datasets import ConversationDataset
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.transforms import MergeTurns
+
+GOODS = ["lamp", "chair", "table", "mirror", "clock", "kettle", "hammer", "radio", "camera"]
+UNSEEN_GOODS = ["pillow", "bottle", "ladder", "shovel", "helmet", "wallet"]
+LETTERS = {
+    "refund": ["I do not want the {} any more.", "I send the {} back, please pay me."],
+    "repair": ["The {} is broken, can you mend it?", "Please fix my {}."],
+    "cancel": ["Please do not send the {}.", "I ordered a {} by mistake, stop it."],
+}
+SYSTEM = "Ask for the order number if it is missing. Then write a ticket."
+
+
+class Desk(TextEnv):
+    """A customer, who answers once and then expects the ticket."""
+
+    inline = True
+
+    def reset(self, data: dict[str, Any]) -> list[dict[str, str]]:
+        self.data, self.knows_number = data, data["number"] in data["letter"]
+        return [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": data["letter"]},
+        ]
+
+    def step(self, response: str) -> TextStep:
+        if "number" in response and not self.knows_number:
+            self.knows_number = True
+            return TextStep([{"role": "user", "content": f"It is {self.data['number']}."}])
+        return TextStep(reward=float(response.strip() == ticket(self.data)), done=True)
+
+
+def ticket(data: dict[str, Any]) -> str:
+    """What the model is to write in the end."""
+    return f"{data['wish']} {data['good']} {data['number']}"
+
+
+def customers(goods: list[str], seed: int) -> Iterator[dict[str, Any]]:
+    """Endless items; half of the letters have the number of the order."""
+    rng = random.Random(seed)
+    while True:
+        wish, good, number = (
+            rng.choice(list(LETTERS)),
+            rng.choice(goods),
+            str(rng.randint(100, 999)),
+        )
+        letter = rng.choice(LETTERS[wish]).format(good) + rng.choice(["", f" Order {number}."])
+        yield {"letter": letter, "wish": wish, "good": good, "number": number}
+
+
+def write_dialogues(path: Path, items: Iterator[dict[str, Any]]) -> None:
+    """Let the expert answer customers, and write the dialogues to a file, one per line."""
+    with path.open("w", encoding="utf-8") as file:
+        for data in items:
+            env, done = Desk(), False
+            messages = env.reset(data)
+            while not done:
+                said = ticket(data) if env.knows_number else "What is the order number?"
+                step = env.step(said)
+                messages += [{"role": "assistant", "content": said}, *step.messages]
+                done = step.done
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    torch.manual_seed(args.seed)
+    policy = pretrained.load(args.model, device=args.device)
+    model, tokenizer, optimizer = policy.model, policy.tokenizer, policy.optimizer
+    engine = TransformersEngine(model, tokenizer, seed=args.seed)
+    collector = MultiTurnCollector(
+        Desk(),
+        engine,
+        customers(GOODS, args.seed),
+        episodes_per_batch=args.episodes,
+        total_episodes=args.updates * args.episodes,
+        limits=Limits(max_turns=3, max_response_tokens=12),
+        sampling={"stop": ["\n"]},
+        postproc=MergeTurns(pad_token_id=tokenizer.pad_token_id),
+    )
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    held_out = list(itertools.islice(customers(UNSEEN_GOODS, 2**32), args.held_out))
+    nll_before, before = policy.plain_text_nll(), evaluate(collector, held_out, "before")
+
+    # The dialogues on disk: their answers become likelier.
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.dialogues or Path(folder, "dialogues.jsonl")
+        if not args.dialogues:
+            write_dialogues(path, itertools.islice(customers(GOODS, args.seed + 1), 200))
+        dataset = ConversationDataset(path, tokenizer)
+        loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=dataset.collate)
+        imitation = MultiTurnLoss(model, objective="sft")
+        for rows in itertools.islice(loader, args.sft_steps):
+            loss = imitation(rows.to(args.device))["loss_objective"]
+            step(loss)
+            print(f"supervised: loss {loss.item():.2f}")
+    optimizer.state.clear()  # Adam's averages are of larger gradients than those to come
+    collector.update_policy_weights_(model)
+    evaluate(collector, held_out, "after the dialogues on disk")
+
+    # Dialogues of its own: what had a higher reward than the rest becomes likelier.
+    maker = ExperienceMaker(model, advantage="turn")
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2)
+    for update, rows in enumerate(collector, 1):
+        rows = maker(rows.to(args.device))
+        step(loss_module(rows)["loss_objective"])
+        collector.update_policy_weights_(model)
+        share = rows["rewards", "full"].sum().item() / args.episodes
+        print(f"update {update}: {share:.2f} of the tickets are right")
+
+    after, nll_after = evaluate(collector, held_out, "after"), policy.plain_text_nll()
+    collector.shutdown()
+    engine.close()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{time.process_time():.0f} CPU seconds, {memory:.1f} GiB")
+    print(
+        f"right before {before:.2f} after {after:.2f}, "
+        f"plain text nll {nll_before:.2f} -> {nll_after:.2f}"
+    )
+
+
+def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], title: str) -> float:
+    """Play items without chance, print the first dialogue, and return the share of right tickets."""
+    played = collector.evaluate(items, temperature=0.0)
+    share = played["next", "reward"].sum().item() / len(items)
+    print(f"\n{title}: {share:.2f} right on goods that were never seen. A dialogue:")
+    for messages, done in zip(played["text"], played["next", "done"], strict=True):
+        print("\n".join(f"{message['role']:>9}: {message['content']}" for message in messages))
+        if done:
+            break
+    return share
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dialogues", type=Path, help="JSON lines to imitate (an expert writes some)"
+    )
+    parser.add_argument("--sft-steps", type=int, default=10, help="each with 8 dialogues from disk")
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--episodes", type=int, default=16, help="dialogues of an update")
+    parser.add_argument("--held-out", type=int, default=32, help="dialogues of an evaluation")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Train the real language model behind an agent that is written with OpenAI's SDK.
+
+The agent fills in a form: it shows the model an order and asks for one field after another. It knows
+nothing of training. The collector gives it an address, samples its replies with the model, and records
+them. The model has one example in its prompt, and learns from the reward alone: the share of fields that
+are right. It is evaluated on orders with goods and cities that it never saw.
+
+    pip install 'torchrl-mt[agents,lora]'
+    python examples/openai_agent.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import torch
+
+from torchrl_mt import pretrained
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.transforms import MergeTurns
+
+GOODS = ["lamps", "chairs", "tables", "mirrors", "clocks", "rulers", "hammers", "kettles"]
+CITIES = ["Paris", "Rome", "Madrid", "Vienna", "Berlin", "Prague", "Athens", "Dublin", "London"]
+UNSEEN_GOODS = ["pillows", "bottles", "ladders", "shovels", "tickets", "candles"]
+UNSEEN_CITIES = ["Oslo", "Cairo", "Tokyo", "Boston", "Lima", "Moscow"]
+NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
+ORDERS = [
+    "Please send {number} {good} to {city} on {day}.",
+    "We need {number} {good} in {city}, by {day}.",
+    "{day} will do for our {number} {good}. Ship to {city}!",
+]
+
+
+EXAMPLE = [
+    ("system", "Fill in the form."),
+    ("user", "Please send two pens to Riga on Monday.\ngoods?"),
+    *(("assistant", "pens"), ("user", "number?"), ("assistant", "2")),
+    *(("user", "city?"), ("assistant", "Riga"), ("user", "day?"), ("assistant", "Monday")),
+]
+
+
+class Clerk:
+    """Asks for the fields of an order, one call each."""
+
+    async def run(
+        self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
+    ) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages: list[Any] = [{"role": role, "content": content} for role, content in EXAMPLE]
+        question, right = data["order"] + "\n", 0
+        for field, value in data["fields"].items():
+            messages.append({"role": "user", "content": f"{question}{field}?"})
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            message, question = reply.choices[0].message, ""
+            messages.append(message)
+            right += (message.content or "").strip() == value  # None if the model said nothing
+        return right / len(data["fields"])
+
+
+def orders(goods: list[str], cities: list[str], seed: int) -> Iterator[dict[str, Any]]:
+    """Endless items: the text of an order, and its fields."""
+    rng = random.Random(seed)
+    while True:
+        good, city, day = rng.choice(goods), rng.choice(cities), rng.choice(DAYS)
+        number = rng.randrange(len(NUMBERS))
+        text = rng.choice(ORDERS).format(number=NUMBERS[number], good=good, city=city, day=day)
+        fields = {"goods": good, "number": str(number + 2), "city": city, "day": day}
+        yield {"order": text, "fields": fields}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    torch.manual_seed(args.seed)
+    policy = pretrained.load(args.model, device=args.device)
+    model, tokenizer, optimizer = policy.model, policy.tokenizer, policy.optimizer
+    engine = TransformersEngine(model, tokenizer, seed=args.seed)
+    collector = MultiTurnCollector(
+        Clerk(),
+        engine,
+        orders(GOODS, CITIES, args.seed),
+        episodes_per_batch=args.episodes,
+        total_episodes=args.updates * args.episodes,
+        limits=Limits(max_response_tokens=8),
+        sampling={"stop": ["\n"]},
+        postproc=MergeTurns(pad_token_id=tokenizer.pad_token_id),
+    )
+    held_out = list(itertools.islice(orders(UNSEEN_GOODS, UNSEEN_CITIES, 2**32), args.held_out))
+    nll_before, before = policy.plain_text_nll(), evaluate(collector, held_out, "before")
+
+    maker = ExperienceMaker(model, advantage="turn")
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2)
+    for update, rows in enumerate(collector, 1):
+        rows = maker(rows.to(args.device))
+        loss_module(rows)["loss_objective"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        collector.update_policy_weights_(model)
+        share = rows["rewards", "full"].sum().item() / args.episodes
+        print(f"update {update}: {share:.2f} of the fields are right")
+
+    after, nll_after = evaluate(collector, held_out, "after"), policy.plain_text_nll()
+    collector.shutdown()
+    engine.close()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{time.process_time():.0f} CPU seconds, {memory:.1f} GiB")
+    print(
+        f"right before {before:.2f} after {after:.2f}, "
+        f"plain text nll {nll_before:.2f} -> {nll_after:.2f}"
+    )
+
+
+def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], title: str) -> float:
+    """Play items without chance, print the first dialogue, and return the share of right forms."""
+    played = collector.evaluate(items, temperature=0.0)
+    last = played["next", "done"]
+    share = (played["next", "reward"][last] == 1).float().mean().item()
+    print(f"\n{title}: {share:.2f} of the forms are right. The first:")
+    for messages, done in zip(played["text"], last, strict=True):
+        print("\n".join(f"{message['role']:>9}: {message['content']}" for message in messages))
+        if done:
+            break
+    return share
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--episodes", type=int, default=16, help="orders of an update")
+    parser.add_argument("--held-out", type=int, default=32, help="orders of an evaluation")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The recipes for real models run from end to end, here with a tiny one, and say what they reached."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+
+import pytest
+
+from tests.chat.templates import CHATML, byte_level
+from torchrl_mt.datasets import ConversationDataset
+from torchrl_mt.testing import tiny_chat_model
+
+pytest.importorskip("peft", reason="LoRA needs the extra [lora]")
+httpx = pytest.importorskip("httpx", reason="agents need the extra [agents]")
+pytest.importorskip("openai", reason="agents need the extra [agents]")
+
+SUPERVISED = {"tool_agent": True, "openai_agent": False, "offline_dialogues": True}
+"""The recipes, and whether they begin with written dialogues."""
+LAST_LINE = r"right before \d\.\d\d after \d\.\d\d, plain text nll \d+\.\d\d -> \d+\.\d\d"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One that knows any text."""
+    tokenizer = CHATML.on(byte_level())
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A folder with a tiny model."""
+    path = tmp_path_factory.mktemp("model")
+    words = map("w{}".format, range(len(tokenizer)))
+    model, _ = tiny_chat_model(words, hidden_size=16, eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_short_run_ends_with_its_results(load, name, folder, capsys):
+    args = ["--model", folder, "--updates", "1", "--episodes", "2", "--held-out", "2"]
+    args += ["--sft-steps", "1"] * SUPERVISED[name]
+    load(name, short=False).main(args)
+    printed = capsys.readouterr().out
+    assert re.fullmatch(LAST_LINE, printed.splitlines()[-1])
+    assert "\nupdate 1: " in printed
+    assert printed.count("\n     user: ") >= 2  # a dialogue before and one after
+
+
+def test_the_written_calls_of_tools_are_right(load):
+    recipe = load("tool_agent", short=False)
+    for item in itertools.islice(recipe.questions(recipe.GOODS, seed=0), 20):
+        messages = recipe.written(item)["messages"]
+        call, result, answer = messages[2:]
+        (parsed,) = recipe.parse(call["content"])
+        assert str(getattr(recipe, parsed["name"])(**parsed["arguments"])) == result["content"]
+        assert recipe.parse(answer["content"]) == []
+        assert recipe.reward(messages, item) == 1.0
+
+
+def test_the_expert_of_the_dialogues_on_disk_is_right(load, tokenizer, tmp_path):
+    recipe = load("offline_dialogues", short=False)
+    items = list(itertools.islice(recipe.customers(recipe.GOODS, seed=0), 20))
+    recipe.write_dialogues(tmp_path / "dialogues.jsonl", iter(items))
+    lines = (tmp_path / "dialogues.jsonl").read_text().splitlines()
+    for data, line in zip(items, lines, strict=True):
+        env = recipe.Desk()
+        messages = env.reset(data)
+        said = [m["content"] for m in json.loads(line)["messages"] if m["role"] == "assistant"]
+        steps = [env.step(answer) for answer in said]
+        assert [step.done for step in steps] == [False] * (len(said) - 1) + [True]
+        assert steps[-1].reward == 1.0
+        assert messages[-1]["content"] == data["letter"]
+    assert len(ConversationDataset(tmp_path / "dialogues.jsonl", tokenizer)) == 20
+
+
+@pytest.mark.parametrize(("wrong", "reward"), [([], 1.0), ([1], 0.75), ([0, 3], 0.5)])
+def test_the_agent_is_rewarded_by_the_share_of_right_fields(load, wrong, reward):
+    recipe = load("openai_agent", short=False)
+    data = next(recipe.orders(recipe.GOODS, recipe.CITIES, seed=0))
+    asked = []
+
+    def answer(request):
+        asked.append(json.loads(request.content)["messages"])
+        value = list(data["fields"].values())[len(asked) - 1]
+        message = {"role": "assistant", "content": None if len(asked) - 1 in wrong else value}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return httpx.Response(
+            200,
+            json={
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "policy",
+                "choices": [choice],
+            },
+        )
+
+    async def play():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await recipe.Clerk().run(
+                data, base_url="http://model/v1", api_key="key", http_client=client
+            )
+
+    assert asyncio.run(play()) == reward
+    assert len(asked) == len(data["fields"])
+    assert [m["content"] for m in asked[-1]][-1] == "day?"
