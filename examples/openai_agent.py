@@ -2,8 +2,8 @@
 
 The agent fills in a form: it shows the model an order and asks for one field after another. It knows
 nothing of training. The collector gives it an address, samples its replies with the model, and records
-them. The model has one example in its prompt, and learns from the reward alone: the share of fields that
-are right. It is evaluated on orders with goods and cities that it never saw.
+them. The model has one example in its prompt, and learns from the rewards alone: 1 for a field that is
+right, else 0. It is evaluated on orders with goods and cities that it never saw.
 
     pip install 'torchrl-mt[agents,lora]'
     python examples/openai_agent.py
@@ -33,19 +33,16 @@ CITIES = ["Paris", "Rome", "Madrid", "Vienna", "Berlin", "Prague", "Athens", "Du
 UNSEEN_GOODS = ["pillows", "bottles", "ladders", "shovels", "tickets", "candles"]
 UNSEEN_CITIES = ["Oslo", "Cairo", "Tokyo", "Boston", "Lima", "Moscow"]
 NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine"]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 ORDERS = [
-    "Please send {number} {good} to {city} on {day}.",
-    "We need {number} {good} in {city}, by {day}.",
-    "{day} will do for our {number} {good}. Ship to {city}!",
+    "Please send {number} {good} to {city}.",
+    "We need {number} {good} in {city}.",
+    "Ship to {city}: {number} {good}.",
 ]
-
-
 EXAMPLE = [
     ("system", "Fill in the form."),
-    ("user", "Please send two pens to Riga on Monday.\ngoods?"),
+    ("user", "Please send two pens to Riga.\ngoods?"),
     *(("assistant", "pens"), ("user", "number?"), ("assistant", "2")),
-    *(("user", "city?"), ("assistant", "Riga"), ("user", "day?"), ("assistant", "Monday")),
+    *(("user", "city?"), ("assistant", "Riga")),
 ]
 
 
@@ -54,27 +51,27 @@ class Clerk:
 
     async def run(
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
-    ) -> float:
+    ) -> list[float]:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         messages: list[Any] = [{"role": role, "content": content} for role, content in EXAMPLE]
-        question, right = data["order"] + "\n", 0
+        question, rewards = data["order"] + "\n", []
         for field, value in data["fields"].items():
             messages.append({"role": "user", "content": f"{question}{field}?"})
             reply = await client.chat.completions.create(model="policy", messages=messages)
             message, question = reply.choices[0].message, ""
             messages.append(message)
-            right += (message.content or "").strip() == value  # None if the model said nothing
-        return right / len(data["fields"])
+            said = message.content or ""  # None if the model said nothing
+            rewards.append(float(said.strip() == value))
+        return rewards
 
 
 def orders(goods: list[str], cities: list[str], seed: int) -> Iterator[dict[str, Any]]:
     """Endless items: the text of an order, and its fields."""
     rng = random.Random(seed)
     while True:
-        good, city, day = rng.choice(goods), rng.choice(cities), rng.choice(DAYS)
-        number = rng.randrange(len(NUMBERS))
-        text = rng.choice(ORDERS).format(number=NUMBERS[number], good=good, city=city, day=day)
-        fields = {"goods": good, "number": str(number + 2), "city": city, "day": day}
+        good, city, number = rng.choice(goods), rng.choice(cities), rng.randrange(len(NUMBERS))
+        text = rng.choice(ORDERS).format(number=NUMBERS[number], good=good, city=city)
+        fields = {"goods": good, "number": str(number + 2), "city": city}
         yield {"order": text, "fields": fields}
 
 
@@ -97,16 +94,18 @@ def main(argv: list[str] | None = None) -> None:
     held_out = list(itertools.islice(orders(UNSEEN_GOODS, UNSEEN_CITIES, 2**32), args.held_out))
     nll_before, before = policy.plain_text_nll(), evaluate(collector, held_out, "before")
 
-    maker = ExperienceMaker(model, advantage="turn")
+    # With gamma=0, a call is judged by its own reward alone, not by those of later calls.
+    maker = ExperienceMaker(model, advantage="turn", gamma=0.0)
     loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2)
     for update, rows in enumerate(collector, 1):
         rows = maker(rows.to(args.device))
-        loss_module(rows)["loss_objective"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(2):
+            loss_module(rows)["loss_objective"].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         collector.update_policy_weights_(model)
-        share = rows["rewards", "full"].sum().item() / args.episodes
+        share = rows["rewards", "full"].sum().item() / (3 * args.episodes)
         print(f"update {update}: {share:.2f} of the fields are right")
 
     after, nll_after = evaluate(collector, held_out, "after"), policy.plain_text_nll()
@@ -121,12 +120,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], title: str) -> float:
-    """Play items without chance, print the first dialogue, and return the share of right forms."""
-    played = collector.evaluate(items, temperature=0.0)
-    last = played["next", "done"]
-    share = (played["next", "reward"][last] == 1).float().mean().item()
-    print(f"\n{title}: {share:.2f} of the forms are right. The first:")
-    for messages, done in zip(played["text"], last, strict=True):
+    """Play items, print the first dialogue, and return the share of right fields."""
+    played = collector.evaluate(items)
+    share = played["next", "reward"].mean().item()
+    print(f"\n{title}: {share:.2f} of the fields are right in orders never seen. A dialogue:")
+    for messages, done in zip(played["text"], played["next", "done"], strict=True):
         print("\n".join(f"{message['role']:>9}: {message['content']}" for message in messages))
         if done:
             break

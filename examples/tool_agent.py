@@ -137,7 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2)
     for update, rows in enumerate(collector, 1):
         rows = maker(rows.to(args.device))
-        step(loss_module(rows)["loss_objective"])
+        for _ in range(2):
+            step(loss_module(rows)["loss_objective"])
         collector.update_policy_weights_(model)
         share = rows["rewards", "full"].sum().item() / args.episodes
         print(f"update {update}: {share:.2f} of the answers are right")
@@ -154,8 +155,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], title: str) -> float:
-    """Play items without chance, print the first dialogue, and return the share of right answers."""
-    played = collector.evaluate(items, temperature=0.0)
+    """Play items, print the first dialogue, and return the share of right answers."""
+    played = collector.evaluate(items)
     share = played["next", "reward"].sum().item() / len(items)
     print(f"\n{title}: {share:.2f} right on goods that were never seen. A dialogue:")
     for messages, done in zip(played["text"], played["next", "done"], strict=True):
@@ -171,8 +172,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft-steps", type=int, default=10, help="each with 8 written dialogues")
-    parser.add_argument("--updates", type=int, default=12)
-    parser.add_argument("--episodes", type=int, default=24, help="dialogues of an update")
+    parser.add_argument("--updates", type=int, default=14)
+    parser.add_argument("--episodes", type=int, default=16, help="dialogues of an update")
     parser.add_argument("--held-out", type=int, default=32, help="dialogues of an evaluation")
     return parser.parse_args(argv)
 
