@@ -36,11 +36,13 @@ from torchrl_mt.transforms import MergeTurns
 GOODS = ["lamp", "chair", "table", "mirror", "clock", "kettle", "hammer", "radio", "camera"]
 UNSEEN_GOODS = ["pillow", "bottle", "ladder", "shovel", "helmet", "wallet"]
 LETTERS = {
-    "refund": ["I do not want the {} any more.", "I send the {} back, please pay me."],
-    "repair": ["The {} is broken, can you mend it?", "Please fix my {}."],
-    "cancel": ["Please do not send the {}.", "I ordered a {} by mistake, stop it."],
+    "refund": ["I want a refund for my {}.", "I send the {} back, please pay me."],
+    "repair": ["Can you repair my {}?", "My {} is broken, please mend it."],
+    "cancel": ["Please cancel the {}.", "I ordered the {} by mistake."],
 }
-SYSTEM = "Ask for the order number if it is missing. Then write a ticket."
+SYSTEM = (
+    "Ask for the order number if it is missing. Then write: refund, repair or cancel, item, number."
+)
 
 
 class Desk(TextEnv):
@@ -178,7 +180,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dialogues", type=Path, help="JSON lines to imitate (an expert writes some)"
     )
-    parser.add_argument("--sft-steps", type=int, default=10, help="each with 8 dialogues from disk")
+    parser.add_argument("--sft-steps", type=int, default=20, help="each with 8 dialogues from disk")
     parser.add_argument("--updates", type=int, default=14)
     parser.add_argument("--episodes", type=int, default=16, help="dialogues of an update")
     parser.add_argument("--held-out", type=int, default=32, help="dialogues of an evaluation")
