@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
-from torchrl_mt.engines.sampling import Sampling, draw, random_word
+from torchrl_mt.engines.sampling import Sampling, draw, probabilities, random_word
 from torchrl_mt.engines.transformers import batch_scheduler
 
 from .helpers import assert_sampled_by, check, generate_all, idle, plain_logits, prompts, until
@@ -67,6 +67,64 @@ def each_row_has_its_law(requests):
         expected = reference(logits[row : row + 1], law)[0, tokens[row]]
         assert expected.isfinite()
         torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
+
+
+def kept_of(probs: torch.Tensor, law: Sampling) -> torch.Tensor:
+    """The tokens that are left of one row, by sorting it: equal ones in their own order."""
+    order = probs.sort(descending=True, stable=True).indices[: law.top_k or None]
+    ranked = probs[order].double()
+    before = ranked.cumsum(0) - ranked
+    count = int((before < law.top_p * ranked.sum()).sum()) if law.top_p < 1 else len(order)
+    order = order[: max(count, 1)]
+    return order[probs[order] >= law.min_p * probs.max()].sort().values
+
+
+@few_or_many(20, 300)
+def test_rows_are_truncated_as_if_they_were_sorted(examples):
+    check(
+        rows_are_truncated,
+        examples,
+        size=st.sampled_from([2, 3, 7, 50, 256, 257, 2048, 49152]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+        barred=st.sampled_from([0.0, 0.3, 1.0]),
+        cuts=st.lists(
+            st.builds(
+                Sampling,
+                top_k=st.sampled_from([0, 1, 2, 50, 1000]),
+                top_p=st.sampled_from([5e-324, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+                min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        seed=st.integers(0, 2**32),
+    )
+
+
+def rows_are_truncated(size, dtype, spread, barred, cuts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(len(cuts), size, generator=generator)).to(dtype)
+    out = torch.rand(logits.shape, generator=generator) < barred
+    out[:, seed % size] = False
+    logits[out] = -math.inf
+    probs = probabilities(logits.float(), cuts)
+    words = [random_word(seed, row) for row in range(len(cuts))]
+    tokens, log_probs = draw(logits, cuts, words)
+    for row, law in enumerate(cuts):
+        whole = logits[row].float().softmax(-1)
+        kept = kept_of(whole, law)
+        kept = kept[whole[kept] > 0]
+        assert probs[row].nonzero()[:, 0].tolist() == kept.tolist()
+        assert torch.equal(probs[row, kept], whole[kept])
+        expected = whole[kept].double() / whole[kept].double().sum()
+        place = kept.tolist().index(int(tokens[row]))
+        assert log_probs[row] == pytest.approx(float(expected[place].log()), abs=1e-5)
+        # The token that the number falls on, up to rounding.
+        share = (words[row] >> 32) / 2**32
+        assert expected[:place].sum() - 1e-5 < share < expected[: place + 1].sum() + 1e-5
+        alone = draw(logits[row : row + 1], [law], [words[row]])
+        assert (alone[0][0], alone[1][0]) == (tokens[row], log_probs[row])
 
 
 @pytest.mark.parametrize(
