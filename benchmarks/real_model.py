@@ -36,9 +36,8 @@ from torchrl_mt.transforms import MergeTurns
 
 EPISODES, GROUP, TURNS = 16, 4, 2
 """Of the update: episodes, how many of them share a prompt, and turns of each."""
-MICRO_BATCH = 8
-"""Rows."""
-CLIP = 0.2
+MICRO_BATCH, CLIP = 8, 0.2
+"""Rows, and how far PPO lets the ratio go."""
 STORIES = [
     f"Tell me a story about a {one} and a {other}. Make it long, detailed and funny, and end with a "
     "moral that a child can follow without help."
@@ -69,7 +68,7 @@ def apart(work: Callable[[], Any]) -> tuple[Any, float, float]:
         Its result, its seconds, and its peak memory in MiB beyond what there was.
     """
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe()
 
     def run() -> None:
         before, begin = peak(), time.process_time()
@@ -143,7 +142,8 @@ def update_parts(policy: Pretrained, args: argparse.Namespace) -> Iterator[Row]:
     (args.rows, seconds), _, memory = apart(partial(update, policy, args.tokens))
     seconds["together"] = whole = sum(seconds.values())
     for name, taken in seconds.items():
-        yield name, f"{taken:.2f}", f"{taken / whole:.1%}", f"{memory:,.0f}"
+        used = f"{memory:,.0f}" if name == "together" else ""
+        yield name, f"{taken:.2f}", f"{taken / whole:.1%}", used
 
 
 # Sampling
@@ -151,11 +151,10 @@ def update_parts(policy: Pretrained, args: argparse.Namespace) -> Iterator[Row]:
 
 def by_engine(policy: Pretrained, prompts: list[list[int]], count: int) -> None:
     """Sample with our engine."""
-    engine = TransformersEngine(policy.model, policy.tokenizer)
-    fixed = FixedLength(engine, count)
+    engine = FixedLength(TransformersEngine(policy.model, policy.tokenizer), count)
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*map(fixed.generate, prompts))
+        return await asyncio.gather(*map(engine.generate, prompts))
 
     assert all(len(answer.token_ids) == count for answer in asyncio.run(run()))
     engine.close()
@@ -176,11 +175,9 @@ def sampling(policy: Pretrained, args: argparse.Namespace) -> Iterator[Row]:
     chats = [[{"role": "user", "content": story}] for story in STORIES]
     template = partial(policy.tokenizer.apply_chat_template, add_generation_prompt=True)
     prompts = [cast(Any, template(chat))["input_ids"] for chat in chats]
-    contenders = {
-        "model.generate()": partial(by_generate, policy, prompts, args.tokens),
-        "TransformersEngine": partial(by_engine, policy, prompts, args.tokens),
-    }
-    yield from compared(len(prompts) * args.tokens, contenders)
+    contenders = {"model.generate()": by_generate, "TransformersEngine": by_engine}
+    runs = {name: partial(work, policy, prompts, args.tokens) for name, work in contenders.items()}
+    yield from compared(len(prompts) * args.tokens, runs)
 
 
 # Training

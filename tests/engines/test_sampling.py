@@ -161,6 +161,16 @@ def test_no_temperature_is_too_low():
     assert log_probs.tolist() == [0, 0]
 
 
+def test_logits_that_are_no_numbers_are_seen_in_the_log_prob():
+    laws = [Sampling(), Sampling(0), Sampling(0.5, 3), Sampling(1.0, 0, 0.5), Sampling(min_p=0.1)]
+    wrong = [[math.nan, 0.0], [-math.nan, 1.0], [math.inf, 0.0], [-math.inf, -math.inf]]
+    logits = torch.tensor([[0.0, 1.0], *wrong]).repeat_interleave(300, 1)
+    for law in laws:
+        tokens, log_probs = draw(logits, [law] * 5, [2**64 - 1] * 5)
+        assert log_probs.isfinite().tolist() == [True, False, False, False, False]
+        assert ((tokens >= 0) & (tokens < 600)).all()
+
+
 def test_a_law_of_equals_is_cut_as_the_host_cuts_it():
     tokens, log_probs = drawn(
         torch.zeros(50, 2), [(Sampling(1.0, 0, 0.5), s, 0) for s in range(50)]

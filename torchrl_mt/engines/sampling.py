@@ -126,7 +126,7 @@ class Sampling:
 
 _PLAIN = Sampling()
 _BLOCK = 256
-"""Tokens whose probabilities are summed first; then a block is drawn, and a token in it."""
+"""Tokens in a block. A block is drawn by the sum of its probabilities, then a token in it."""
 
 
 def draw(
@@ -148,7 +148,8 @@ def draw(
         ([1], [0.0])
     """
     probs = probabilities(logits.float(), params)
-    blocks = pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    missing = -probs.shape[-1] % _BLOCK
+    blocks = (pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(-1).to(_precision(logits))
     cumulative = sums.cumsum(-1)
     bits = torch.tensor([word >> 32 for word in words], dtype=sums.dtype, device=logits.device)
@@ -167,16 +168,17 @@ def _precision(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _first_above(cumulative: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Index ``[B, 1]`` of the first sum above a share of the last one. What it counts is not 0."""
+    """Index ``[B, 1]`` of the first sum that exceeds a share of the last; its own part is never 0."""
     bound = share.clamp(0, 1 - torch.finfo(share.dtype).eps) * cumulative[:, -1:]
-    last = cumulative.shape[-1] - 1  # also of sums that are no numbers
+    last = cumulative.shape[-1] - 1  # nothing exceeds what is no number
     return torch.searchsorted(cumulative, bound, right=True).clamp_(max=last)
 
 
 def probabilities(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Tensor:
-    """Probabilities ``[B, V]`` by each row's parameters, of logits.
+    """Probabilities ``[B, V]`` of tokens by their logits ``[B, V]`` and each row's parameters.
 
-    What is truncated has 0, and the rest sums to less than 1. Of equal tokens the first are kept.
+    Those of truncated tokens are 0; the others are not normalised again. Of equally likely tokens the
+    first are kept.
     """
     size, device = scores.shape[-1], scores.device
     if any(row.temperature not in (0, 1) for row in params):
