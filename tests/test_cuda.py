@@ -21,6 +21,7 @@ from torchrl_mt.data import (
 )
 from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
@@ -29,6 +30,7 @@ from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
 from .engines import test_images
 from .engines.test_families import FAMILIES, build, play_turns
+from .engines.test_sampling import rows_are_truncated
 from .objectives.conftest import make_model, make_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -114,6 +116,13 @@ def test_sampling_does_not_wait_for_the_gpu(sampler, cls):
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert sample["observation"].is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
+def test_tokens_are_drawn_on_the_gpu_from_what_sorting_keeps(dtype, spread):
+    cuts = [Sampling(), Sampling(top_k=50), Sampling(top_p=0.9), Sampling(1.0, 1000, 0.5, 0.01)]
+    rows_are_truncated(49_152, dtype, spread, 0.3, cuts, seed=1, device="cuda")
 
 
 def test_conversations_on_the_gpu():

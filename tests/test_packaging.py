@@ -42,6 +42,13 @@ def test_commands_install_extras_that_there_are(path):
     assert {extra for extras in named for extra in extras.split(",")} <= known
 
 
+def test_the_examples_extra_has_agents_and_adapters():
+    (examples,) = re.findall(
+        r"\nexamples = \[(.*?)\n\]", (ROOT / "pyproject.toml").read_text(), re.S
+    )
+    assert '"torchrl-mt[agents,lora]"' in examples
+
+
 def test_the_core_asks_for_little_and_excludes_no_later_release():
     core = [line for line in requires("torchrl-mt") if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line).group() for line in core}

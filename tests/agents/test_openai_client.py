@@ -205,6 +205,7 @@ def test_tool_calls_go_out_and_their_answers_come_back(family):
         message = completion.choices[0].message
         if not message.tool_calls:
             return None
+        assert message.content is None
         (call,) = message.tool_calls
         messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "found"}]
         await ask(client, messages, tools=[LOOK])

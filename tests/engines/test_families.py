@@ -16,6 +16,8 @@ from torchrl_mt.engines import TransformersEngine
 
 from .helpers import changed_copy, plain_log_probs, until
 
+pytestmark = pytest.mark.filterwarnings("error:.*deprecated:FutureWarning")
+
 VOCABULARY = 61
 TOKENIZER: Any = SimpleNamespace(eos_token_id=1, pad_token_id=0)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
-from torchrl_mt.engines.sampling import Sampling, draw, random_word
+from torchrl_mt.engines.sampling import Sampling, draw, probabilities, random_word
 from torchrl_mt.engines.transformers import batch_scheduler
 
 from .helpers import assert_sampled_by, check, generate_all, idle, plain_logits, prompts, until
@@ -69,6 +69,67 @@ def each_row_has_its_law(requests):
         torch.testing.assert_close(log_probs[row], expected, atol=1e-4, rtol=0)
 
 
+def kept_of(probs: torch.Tensor, law: Sampling) -> torch.Tensor:
+    """The tokens that are left of one row, by sorting it: equal ones in their own order."""
+    order = probs.sort(descending=True, stable=True).indices[: law.top_k or None]
+    ranked = probs[order].double()
+    before = ranked.cumsum(0) - ranked
+    count = int((before < law.top_p * ranked.sum()).sum()) if law.top_p < 1 else len(order)
+    order = order[: max(count, 1)]
+    return order[probs[order] >= law.min_p * probs.max()].sort().values
+
+
+@few_or_many(20, 300)
+def test_rows_are_truncated_as_if_they_were_sorted(examples):
+    check(
+        rows_are_truncated,
+        examples,
+        size=st.sampled_from([2, 3, 7, 50, 256, 257, 2048, 49152]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+        barred=st.sampled_from([0.0, 0.3, 1.0]),
+        cuts=st.lists(
+            st.builds(
+                Sampling,
+                top_k=st.sampled_from([0, 1, 2, 50, 1000]),
+                top_p=st.sampled_from([5e-324, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+                min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        seed=st.integers(0, 2**32),
+        device="cpu",
+    )
+
+
+def rows_are_truncated(size, dtype, spread, barred, cuts, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (spread * torch.randn(len(cuts), size, generator=generator)).to(dtype)
+    out = torch.rand(logits.shape, generator=generator) < barred
+    out[:, seed % size] = False
+    logits[out] = -math.inf
+    logits = logits.to(device)
+    probs = probabilities(logits.float(), cuts).cpu()
+    words = [random_word(seed, row) for row in range(len(cuts))]
+    tokens, log_probs = draw(logits, cuts, words)
+    for row, law in enumerate(cuts):
+        whole = logits.float().softmax(-1)[row].cpu()
+        kept = kept_of(whole, law)
+        kept = kept[whole[kept] > 0]
+        assert probs[row].nonzero()[:, 0].tolist() == kept.tolist()
+        assert torch.equal(probs[row, kept], whole[kept])
+        expected = whole[kept].double() / whole[kept].double().sum()
+        place = kept.tolist().index(int(tokens[row]))
+        assert log_probs[row].item() == pytest.approx(float(expected[place].log()), abs=1e-5)
+        # The token that the number falls on, up to rounding.
+        share = (words[row] >> 32) / 2**32
+        assert expected[:place].sum() - 1e-5 < share < expected[: place + 1].sum() + 1e-5
+        alone = draw(logits[row : row + 1], [law], [words[row]])
+        assert alone[0][0] == tokens[row]
+        torch.testing.assert_close(alone[1][0], log_probs[row], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     "law", [Sampling(), Sampling(0.7, 6), Sampling(1.5, 0, 0.8), Sampling(1.2, 0, 1.0, 0.2)]
 )
@@ -101,6 +162,16 @@ def test_no_temperature_is_too_low():
     tokens, log_probs = drawn(logits, requests)
     assert tokens.tolist() == [1, 0]
     assert log_probs.tolist() == [0, 0]
+
+
+def test_logits_that_are_no_numbers_are_seen_in_the_log_prob():
+    laws = [Sampling(), Sampling(0), Sampling(0.5, 3), Sampling(1.0, 0, 0.5), Sampling(min_p=0.1)]
+    wrong = [[math.nan, 0.0], [-math.nan, 1.0], [math.inf, 0.0], [-math.inf, -math.inf]]
+    logits = torch.tensor([[0.0, 1.0], *wrong]).repeat_interleave(300, 1)
+    for law in laws:
+        tokens, log_probs = draw(logits, [law] * 5, [2**64 - 1] * 5)
+        assert log_probs.isfinite().tolist() == [True, False, False, False, False]
+        assert ((tokens >= 0) & (tokens < 600)).all()
 
 
 def test_a_law_of_equals_is_cut_as_the_host_cuts_it():

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from functools import partial
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -427,6 +428,8 @@ def test_a_tool_has_a_time_limit_of_its_own():
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 8))
 def test_calls_beyond_the_maximum_are_told_so(sizes, most):
     turns = [[call("add", id=str(k), a=k, b=0) for k in range(size)] for size in sizes if size]
+    sums = [*accumulate(map(len, turns)), most + 1]
+    turns = turns[: 1 + next(k for k, total in enumerate(sums) if total > most)]
     out = steps(env_of(add, max_calls=most), *(says("", *calls) for calls in turns), says("7"))
     told = [message["content"] for step in out for message in step.messages]
     expected = [c["function"]["arguments"]["a"] for calls in turns for c in calls]
@@ -434,6 +437,18 @@ def test_calls_beyond_the_maximum_are_told_so(sizes, most):
     error = f"error: only {most} calls are allowed, and all are used; answer without tools"
     assert told[most:] == [error] * (len(expected) - min(most, len(expected)))
     assert out[-1].info == {"calls": len(expected), "errors": max(len(expected) - most, 0)}
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_calling_on_after_the_error_of_the_maximum_ends_the_episode_which_is_judged(most):
+    seen = []
+    env = env_of(add, reward=lambda messages, data: seen.extend(messages) or 0.5, max_calls=most)
+    said = [says("", call("add", id=str(k), a=k, b=0)) for k in range(most + 2)]
+    *_, told, last = steps(env, *said)
+    assert told.messages[0]["content"].startswith(f"error: only {most} calls are allowed")
+    assert (told.done, last.terminated, last.reward, tuple(last.messages)) == (False, True, 0.5, ())
+    assert last.info == {"calls": most + 1, "errors": 1}
+    assert seen[-1] == said[-1]
 
 
 # ---- tools --------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 """transformers still keeps what it says of a model where it is looked for."""
 
+import pytest
 import torch
 import transformers
 
-from torchrl_mt._hosts.transformers import attention_implementation, rotary_frequencies
+from torchrl_mt._hosts.transformers import (
+    attention_implementation,
+    cache_argument,
+    rotary_frequencies,
+)
 
 SIZES = {
     "vocab_size": 8,
@@ -25,6 +30,18 @@ def llama(**options):
 def test_the_attention_that_was_asked_for_is_read_back():
     assert attention_implementation(llama(attn_implementation="eager")) == "eager"
     assert attention_implementation(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_name_of_the_cache_is_one_that_no_release_warns_of():
+    class Earlier(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None):
+            return input_ids
+
+    assert cache_argument(Earlier()) == "past_key_values"
+    model, cache = llama(), transformers.DynamicCache()
+    model(torch.ones(1, 2, dtype=torch.long), **{cache_argument(model): cache})
+    assert cache.get_seq_length() == 2
 
 
 def test_frequencies_that_depend_on_the_length_are_found_and_put_back():

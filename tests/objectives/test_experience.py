@@ -441,7 +441,7 @@ def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, ro
 
 
 def test_rewards_are_normalised_by_all_batches_so_far(model, rows):
-    normalizer = RewardNormalizer(clip=1.5)
+    normalizer = RewardNormalizer(center=True, clip=1.5)
     maker = ExperienceMaker(model, advantage="dr_grpo", reward_transform=normalizer)
     batches = [rows(seed, suffix_padding=False) for seed in range(3)]
     # Equal rewards first: nothing to divide by.

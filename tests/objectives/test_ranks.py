@@ -138,7 +138,7 @@ MAKERS = {
     "normalised": {
         "advantage": "batch",
         "reward": [("episode", 0.5), (last_token_reward, 1.0)],
-        "reward_transform": RewardNormalizer(),
+        "reward_transform": RewardNormalizer(center=True),
     },
     "own function": {"advantage": less_mean},
     "under DDP": {"advantage": "grpo"},

@@ -77,11 +77,12 @@ def test_copies_of_an_episode_are_no_group_and_rejected_members_are(model, rows)
 
 
 def test_one_episode_by_itself_is_said_but_not_refused(model, rows, said):
-    batch = rows()[:2]
+    maker, batch = ExperienceMaker(model, advantage="grpo"), rows()[:2]
     assert len(batch["episode"].unique()) == 1
-    assert not ExperienceMaker(model, advantage="grpo")(batch)["advantage"].any()
+    for _ in range(4):
+        assert not maker(batch.clone())["advantage"].any()
     (message,) = said()
-    assert "is 0 on all" in message
+    assert "was 0 on all" in message
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
@@ -128,27 +129,32 @@ def test_filters_that_compare_groups_show_the_share_by_what_they_compare(model, 
 
 
 @pytest.mark.parametrize("options", [{}, {"filters": "dynamic_sampling"}])
-def test_a_batch_that_teaches_nothing_is_said_once(model, rows, said, options):
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_batches_in_a_row_that_teach_nothing_are_said_once(model, rows, said, options, reward):
     maker = ExperienceMaker(model, **options)
-    maker(rows())
-    assert not said()
     batch = rows()
     if options:
         batch = lone(batch)
     else:
-        batch["rewards", "full"].zero_()
-    trained = int(batch["masks", "all_assistant_mask"].sum())
-    for _ in range(2):
+        batch["rewards", "to_go"] = torch.full((6, 12), reward)
+    for _ in range(2):  # As at the beginning of a run, before the first right answer.
+        for _ in range(3):
+            maker(batch.clone())
+        maker(rows())
+    for k in range(6):
+        assert len(said()) == (k > 3)
         maker(batch.clone())
-        (message,) = said()
-        assert f"is 0 on all {trained} trained tokens" in message
+    assert "was 0 on all trained tokens of 4 batches in a row" in said()[0]
+    assert "If all are right, the task is solved" in said()[0]
 
 
 def test_a_batch_of_which_nothing_is_trained_is_not_said_to_teach_nothing(model, rows, said):
     batch = rows()
     batch["valid"] = torch.zeros(6, dtype=torch.bool)
     batch["rewards", "to_go"] = torch.zeros(6, 12)
-    ExperienceMaker(model, gamma=0.5)(batch)
+    maker = ExperienceMaker(model, gamma=0.5)
+    for _ in range(5):
+        maker(batch.clone())
     assert not said()
 
 

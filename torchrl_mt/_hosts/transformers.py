@@ -1,7 +1,8 @@
-"""Private names of transformers: attention, rotary frequencies and image features of its models."""
+"""Names of transformers that are private or change: attention, caches, rotary frequencies, images."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, inference_mode, nn
 __all__ = [
     "RotaryFrequencies",
     "attention_implementation",
+    "cache_argument",
     "image_features",
     "rotary_frequencies",
 ]
@@ -24,6 +26,16 @@ def attention_implementation(model: nn.Module) -> str | None:
         if isinstance(kind, str):
             return kind
     return None
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of a model's argument for its cache, renamed after transformers 5.20.
+
+    A class whose ``forward`` takes any keywords passes them on to the class that it is derived from.
+    """
+    forwards = [k.forward for k in (model, *type(model).__mro__) if hasattr(k, "forward")]
+    accepted = (name for forward in forwards for name in inspect.signature(forward).parameters)
+    return next((n for n in accepted if n in ("cache", "past_key_values")), "past_key_values")
 
 
 @dataclass(frozen=True)

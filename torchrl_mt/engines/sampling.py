@@ -7,13 +7,13 @@ used.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 __all__ = ["BOUNDS", "Sampling", "checked_number", "draw", "random_word"]
 
@@ -125,6 +125,8 @@ class Sampling:
 
 
 _PLAIN = Sampling()
+_BLOCK = 256
+"""Tokens in a block. A block is drawn by the sum of its probabilities, then a token in it."""
 
 
 def draw(
@@ -145,41 +147,89 @@ def draw(
         >>> tokens.tolist(), log_probs.tolist()
         ([1], [0.0])
     """
-    log_probs = _adjusted(logits.float(), params).log_softmax(-1)
-    precision = torch.float32 if logits.device.type == "mps" else torch.float64
-    cumulative = log_probs.exp().cumsum(-1, dtype=precision)
-    bits = torch.tensor([word >> 32 for word in words], dtype=precision, device=logits.device)
+    probs = probabilities(logits.float(), params)
+    missing = -probs.shape[-1] % _BLOCK
+    blocks = (pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(-1).to(_precision(logits))
+    cumulative = sums.cumsum(-1)
+    bits = torch.tensor([word >> 32 for word in words], dtype=sums.dtype, device=logits.device)
     uniform = ((bits + 0.5) / 2**32)[:, None]
-    # The first token whose cumulative probability exceeds the number never has probability 0.
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)
-    return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+    block = _first_above(cumulative, uniform)
+    within = uniform * cumulative[:, -1:] - (cumulative - sums).gather(1, block)
+    inner = blocks[torch.arange(len(blocks), device=logits.device), block[:, 0]].to(sums.dtype)
+    token = _first_above(inner.cumsum(-1), within / sums.gather(1, block))
+    tokens = (block * _BLOCK + token).clamp_(max=probs.shape[-1] - 1)
+    log_probs = probs.gather(1, tokens).to(sums.dtype).log() - cumulative[:, -1:].log()
+    return tokens[:, 0], log_probs[:, 0].float()
 
 
-def _adjusted(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Tensor:
-    """Apply each row's temperature and truncation to logits ``[B, V]``."""
+def _precision(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _first_above(cumulative: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Index ``[B, 1]`` of the first sum that exceeds a share of the last; its own part is never 0."""
+    bound = share.clamp(0, 1 - torch.finfo(share.dtype).eps) * cumulative[:, -1:]
+    last = cumulative.shape[-1] - 1  # nothing exceeds what is no number
+    return torch.searchsorted(cumulative, bound, right=True).clamp_(max=last)
+
+
+def probabilities(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Tensor:
+    """Probabilities ``[B, V]`` of tokens by their logits ``[B, V]`` and each row's parameters.
+
+    Those of truncated tokens are 0; the others are not normalised again. Of equally likely tokens the
+    first are kept.
+    """
     size, device = scores.shape[-1], scores.device
-    if any(row.temperature != 1 for row in params):
-        temperature = torch.tensor([row.temperature for row in params], device=device)[:, None]
+    if any(row.temperature not in (0, 1) for row in params):
+        temperature = torch.tensor([row.temperature or 1.0 for row in params], device=device)
         # The highest logit is 0 before the division, so a low temperature does not overflow.
-        highest, likeliest = scores.max(-1, keepdim=True)
-        greedy = torch.full_like(scores, -math.inf).scatter_(1, likeliest, 0.0)
-        scores = torch.where(temperature > 0, (scores - highest) / temperature, greedy)
-    rows = [i for i, row in enumerate(params) if row.top_k or row.top_p < 1]
-    if rows:
-        kept = [min(params[i].top_k or size, size) for i in rows]
-        top_k = torch.tensor(kept, device=device)[:, None]
-        top_p = torch.tensor([params[i].top_p for i in rows], device=device)[:, None]
-        ranked, order = scores[rows].sort(-1, descending=True)
-        ranked = ranked.masked_fill(torch.arange(size, device=device) >= top_k, -math.inf)
-        probs = ranked.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        # The likeliest token stays, even if rounding makes top_p 0.
-        ranked[:, 1:].masked_fill_(((before >= top_p) & (top_p < 1))[:, 1:], -math.inf)
-        cut = torch.full_like(ranked, -math.inf).scatter_(1, order, ranked)
-        scores = scores.index_copy(0, torch.tensor(rows, device=device), cut)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])
+    probs = scores.softmax(-1)
+    counts = [row.top_k if row.temperature else 1 for row in params]
+    top_k = {i: count for i, count in enumerate(counts) if 0 < count < size}
+    top_p = {i: row.top_p for i, row in enumerate(params) if row.top_p < 1}
+    for truncate, wanted in ((_top_k, top_k), (_top_p, top_p)):
+        if wanted:
+            rows = torch.tensor(list(wanted), device=device)
+            probs.index_copy_(0, rows, truncate(probs.index_select(0, rows), [*wanted.values()]))
     if any(row.min_p for row in params):
-        shares = [math.log(row.min_p) if row.min_p else -math.inf for row in params]
-        least = scores.amax(-1, keepdim=True) + torch.tensor(shares, device=device)[:, None]
-        scores = scores.masked_fill(scores < least, -math.inf)
-    return scores
+        shares = torch.tensor([row.min_p for row in params], device=device)[:, None]
+        probs.masked_fill_(probs < shares * probs.amax(-1, keepdim=True), 0)
+    return probs
+
+
+def _top_k(probs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    kept = torch.tensor(top_k, device=probs.device)[:, None]
+    least = probs.topk(max(top_k), -1).values.gather(1, kept - 1)
+    return _truncated(probs, least, kept - (probs > least).sum(-1, keepdim=True))
+
+
+def _top_p(probs: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    def units(probs: torch.Tensor) -> torch.Tensor:
+        # Integers: their sums are exact, in any order.
+        return (probs * 2.0**50).floor_().to(_precision(probs))
+
+    mass = units(probs)
+    share = torch.tensor(top_p, dtype=mass.dtype, device=probs.device)[:, None]
+    target = (share * mass.sum(-1, keepdim=True)).ceil_().clamp_(min=1)
+    # The least probability that is kept, ten bits at a time: the bits of a float have its order.
+    bits, digits = probs.view(torch.int32), torch.empty_like(probs, dtype=torch.int32)
+    least, index = torch.zeros_like(bits[:, :1]), torch.empty_like(probs, dtype=torch.int64)
+    for shift in (20, 10, 0):
+        # What is below all that these ten bits can be counts as 0, what is above as 1025.
+        torch.sub(bits, least - (1 << shift), out=digits)
+        index.copy_(digits.bitwise_right_shift_(shift).clamp_(0, 1025))
+        sums = mass.new_zeros(len(mass), 1026).scatter_add_(1, index, mass).flip(-1).cumsum(-1)
+        reached = (sums < target).sum(-1, keepdim=True).clamp_(1, 1024)
+        least += ((1024 - reached) << shift).int()
+    smallest = least.view(torch.float32)
+    ties = (target - sums.gather(1, reached - 1)) / units(smallest)
+    return _truncated(probs, smallest, ties.ceil_())
+
+
+def _truncated(probs: torch.Tensor, least: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+    """Keep what is above ``least`` and the first ``ties`` of what equals it."""
+    equal = probs == least
+    equal &= equal.cumsum(-1, dtype=torch.int32) <= ties.int()
+    return torch.where(equal | (probs > least), probs, probs.new_zeros(()))

@@ -56,8 +56,9 @@ class ToolEnv(TextEnv):
             opens a session for each episode. Plain functions run in threads, several at a time.
         reward: called with all messages of the dialogue and the data; returns the reward. Plain (run
             in a thread) or ``async``.
-        max_calls: maximum number of calls in an episode; further ones are answered with an error.
-            Any number if ``None``.
+        max_calls: maximum number of calls in an episode; any number if ``None``. Calls beyond it are
+            answered with an error. A response that calls on after that ends the episode, and ``reward``
+            judges it.
         tool_timeout: maximum seconds of a call; unlimited if ``None``. The ``tool_timeout`` of
             :class:`~torchrl_mt.collectors.Limits` is for all that a response brings about, and rejects
             the episode.
@@ -181,7 +182,7 @@ class ToolEnv(TextEnv):
         return opening
 
     async def step(self, response: str, message: Message | None = None) -> TextStep:
-        """Answer the calls of a response, or reward the dialogue if there are none.
+        """Answer the calls of a response, or reward the dialogue if there are none to answer.
 
         Raises:
             RuntimeError: if no episode is under way.
@@ -199,7 +200,8 @@ class ToolEnv(TextEnv):
             new = [{"role": "user", "content": f"error: {error}"}]
             self._errors += 1
         else:
-            new = await self._answers(said.get("tool_calls", ()))
+            warned = self.max_calls is not None and self._calls > self.max_calls
+            new = [] if warned else await self._answers(said.get("tool_calls", ()))
         self._dialogue += [said, *new]
         info = {"calls": self._calls, "errors": self._errors}
         if new:

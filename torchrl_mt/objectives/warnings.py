@@ -14,8 +14,8 @@ from torchrl_mt.ranks import local
 _logger = logging.getLogger("torchrl_mt")
 
 _BATCHES = 4
-"""Batches of new episodes from one weight version, with changing weights, that lead to the warning. A
-collector that runs ahead has fewer before it gets new weights."""
+"""Batches without an advantage, or of new episodes from one weight version, with changing weights, that
+lead to the warning. A collector that runs ahead has fewer before it gets new weights."""
 _NEW = 0.25
 """Smallest share of new episodes in a new batch; batches from a buffer mix old and new ones."""
 _WEIGHTS = 64
@@ -28,20 +28,24 @@ class Warnings:
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._versions = VersionWatch()
+        self._flat = 0
+        """Batches without an advantage in a row."""
 
     def of_advantage(self, batch: RowBatch, advantage: Tensor, weight: Tensor | None) -> None:
-        """Warn if the weighted advantage ``[N, S]`` is 0 on all trained tokens."""
+        """Warn if the weighted advantage ``[N, S]`` was 0 on all trained tokens for some batches."""
         counts = advantage if weight is None else advantage * weight
         if "advantage" in self._said or not bool(batch.scored.any()):
             return
-        if not bool(counts[batch.scored].any()):
+        self._flat = 0 if bool(counts[batch.scored].any()) else self._flat + 1
+        if self._flat == _BATCHES:
             self._said.add("advantage")
             _logger.warning(
-                "The advantage%s is 0 on all %d trained tokens of a batch: nothing is learned from it. "
-                "Do the rewards differ (maker.metrics['reward/<label>/std'])? Are there several "
-                "episodes to compare, and several of each group? This is said once.",
+                "The advantage%s was 0 on all trained tokens of %d batches in a row, so nothing was "
+                "learned: the episodes that are compared had equal rewards. If all are right, the task "
+                "is solved: stop, or use harder items. If none is, use easier items, reward partial "
+                "answers, or play more episodes for each item (group_size). This is said once.",
                 "" if weight is None else ", or the filters' weight,",
-                int(batch.scored.sum()),
+                _BATCHES,
             )
 
     def of_gamma(self, batch: RowBatch, gamma: float) -> None:

@@ -107,6 +107,43 @@ def test_the_first_message_is_short():
     assert message == {"role": "user", "content": "guess 1 to 9"}
 
 
+def test_the_game_may_begin_with_a_dialogue():
+    opening = [
+        {"role": "system", "content": "numbers are 1 to {numbers}"},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "{numbers}"},
+        {"role": "user", "content": "correct. Again, {{1}} to {numbers}"},
+    ]
+    env = GuessNumber(9, prompt=opening)
+    for message in env.reset():
+        message["content"] += "!"  # A collector may do so.
+    assert [m["content"] for m in env.reset()] == [
+        "numbers are 1 to 9",
+        "go",
+        "9",
+        "correct. Again, {1} to 9",
+    ]
+    assert [m["role"] for m in env.reset()] == [m["role"] for m in opening]
+    assert opening[2]["content"] == "{numbers}"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 3, [], ["guess"], {"role": "user", "content": "guess"}, [{"content": "guess"}]]
+    + [[{"role": "user", "content": content}] for content in (None, ["guess"])],
+)
+def test_a_prompt_that_is_no_dialogue_is_refused(prompt):
+    with pytest.raises(TypeError, match=r"^prompt must be text or a list of messages .* got .*\.$"):
+        GuessNumber(prompt=prompt)
+
+
+@pytest.mark.parametrize("text", ["{number}", "{", "{}", "{numbers.most}"])
+def test_a_prompt_with_other_braces_is_refused(text):
+    for prompt in (text, [{"role": "user", "content": text}]):
+        with pytest.raises(ValueError, match=r"^prompt must have no braces but \{numbers\}.*\.$"):
+            GuessNumber(prompt=prompt)
+
+
 def test_data_covers_the_range():
     items = GuessNumber.data(400, numbers=5, seed=3)
     assert {item["number"] for item in items} == set(range(1, 6))

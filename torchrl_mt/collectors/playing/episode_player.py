@@ -113,7 +113,7 @@ class EpisodePlayer:
         self._agent_player: Any = None
         self._chats: OrderedDict[str, ChatTokens] = OrderedDict()
         if isinstance(env, TextEnv):
-            self._get_chat(env.tool_schemas)
+            self._get_chat(env.tool_schemas, env.whole_text)
         elif isinstance(env, type) and issubclass(env, TextEnv):
             self._get_chat()
         if getattr(self._make_player, "is_agent", False):
@@ -179,16 +179,18 @@ class EpisodePlayer:
             self._agent_player = AgentPlayer(server)
         return self._agent_player
 
-    def _begin_dialogue(
-        self, opening: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> Dialogue:
-        """Begin a dialogue in which the model may call tools of these schemas."""
-        return Dialogue(self._get_chat(tools), opening, self._chat_options.max_prompt_tokens)
+    def _begin_dialogue(self, opening: Sequence[Mapping[str, Any]], env: TextEnv) -> Dialogue:
+        """Begin a dialogue in which the model may call the tools of an environment."""
+        chat = self._get_chat(env.tool_schemas, env.whole_text)
+        return Dialogue(chat, opening, self._chat_options.max_prompt_tokens)
 
-    def _get_chat(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatTokens:
+    def _get_chat(
+        self, tools: Sequence[Mapping[str, Any]] = (), whole_text: bool = False
+    ) -> ChatTokens:
         """The :class:`~torchrl_mt.collectors.ChatTokens` with tools of these schemas.
 
-        It is made on first use. The last are kept, since items may have tools of their own.
+        It is made on first use. The last are kept, since items may have tools of their own. An
+        environment that reads the whole text has a notation of its own, which the messages tell.
 
         Raises:
             ValueError: if ``template_kwargs`` has tools, too.
@@ -208,7 +210,7 @@ class EpisodePlayer:
             options = replace(options, template_kwargs={**kwargs, "tools": list(tools)})
         chat = options.tokens(self.tokenizer, processor=self.vision)
         chat.announce()
-        if tools and "tools" not in chat.source:
+        if tools and not whole_text and "tools" not in chat.source:
             _logger.warning(
                 "the chat template reads no tools, so the model is not told of those of the "
                 "environment: say in the messages what they are and how they are called."

@@ -30,8 +30,8 @@ from torchrl_mt.vision import VisionProcessor, is_image_part, with_stored_images
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
 
-BeginDialogue: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Dialogue]
-"""Begins a dialogue, given its opening and the schemas of the tools that the model may call."""
+BeginDialogue: TypeAlias = Callable[[Sequence[Message], TextEnv], Dialogue]
+"""Begins a dialogue, given its opening and its environment, after ``reset``."""
 
 _T = TypeVar("_T")
 PlayAgent: TypeAlias = Callable[[Any, Recorder], Awaitable[Any]]
@@ -53,8 +53,7 @@ async def play_episode(
     Args:
         make_player: makes the environment, workflow or agent of the episode.
         engine: samples the responses.
-        begin_dialogue: begins the dialogue of an environment, given the first messages and the schemas
-            of its tools.
+        begin_dialogue: begins the dialogue of an environment, given the first messages and it.
         limits: limits of the episode.
         episode: the episode to fill; it has no turns yet.
         sampling: arguments for the engine's ``generate``.
@@ -165,7 +164,7 @@ async def play_chat(
                 call_env(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
             )
         new = await _messages(opening, "TextEnv.reset must return", env, "reset", vision)
-        dialogue = begin_dialogue(new, env.tool_schemas)
+        dialogue = begin_dialogue(new, env)
         prompt: Sequence[int] = dialogue.opening
         if limits.response_budget(len(prompt))[0] == 0:
             raise ValueError(

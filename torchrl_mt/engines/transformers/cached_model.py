@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_mt._hosts.transformers import cache_argument
 from torchrl_mt.engines.model_facts import input_device
 from torchrl_mt.engines.transformers.images import ImageFeatures
 from torchrl_mt.engines.transformers.padded_cache import CacheLayout, PaddedCache
@@ -49,6 +50,7 @@ class CachedModel:
         self.model = model
         self._barred, self._features = barred, features
         accepted = inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         try:
@@ -75,7 +77,7 @@ class CachedModel:
 
     def new_cache(self) -> PaddedCache:
         """Make an empty cache."""
-        return PaddedCache(self.layout)
+        return PaddedCache(self.layout, self._cache_argument)
 
     def logits(
         self, inputs: dict[str, Any], images: Mapping[int, StoredImage] | None = None
@@ -128,7 +130,8 @@ class CachedModel:
         cache = DynamicCache()
         config: Any = self.model.config.get_text_config()
         token = torch.zeros((1, 1), dtype=torch.int64, device=input_device(self.model))
-        logits = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits
+        inputs: dict[str, Any] = {"input_ids": token, self._cache_argument: cache}
+        logits = self.model(**inputs, use_cache=True).logits
         if logits.ndim != 3:
             raise ValueError(f"its logits have shape {list(logits.shape)}: is it a language model?")
         if not cache.layers:

@@ -43,12 +43,14 @@ class PaddedCache(Cache):
 
     Args:
         layout: shapes of the model's keys and values.
+        argument: name of the model's argument for a cache.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, argument: str = "past_key_values") -> None:
         layers = [_Layer(self) for _ in layout.shapes]
         super().__init__(layers=list(layers))
         self.layout = layout
+        self._argument = argument
         self._keeping = [
             (layer, shapes)
             for layer, shapes in zip(layers, layout.shapes, strict=True)
@@ -242,7 +244,7 @@ class PaddedCache(Cache):
             "input_ids": tokens,
             "attention_mask": columns >= starts,
             "position_ids": positions,
-            "past_key_values": self,
+            self._argument: self,
             "use_cache": True,
         }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -34,11 +34,13 @@ class GuessNumber(GameEnv):
     Args:
         numbers: the hidden number is in ``1..numbers``.
         turns: maximum number of guesses in an episode.
-        prompt: the opening message; ``{numbers}`` is filled in.
+        prompt: the opening message, or a list of messages, such as rules, a game as an example and the
+            question; ``{numbers}`` is filled in each.
         seed: seed of the numbers of episodes whose data has none.
 
     Raises:
-        ValueError: if ``numbers`` or ``turns`` is below 1.
+        TypeError: if ``prompt`` is neither text nor messages of text.
+        ValueError: if ``numbers`` or ``turns`` is below 1, or ``prompt`` has braces but ``{numbers}``.
 
     Examples:
         >>> env = GuessNumber(numbers=16, turns=5)
@@ -58,11 +60,11 @@ class GuessNumber(GameEnv):
         numbers: int = 16,
         turns: int = 5,
         *,
-        prompt: str = "guess 1 to {numbers}",
+        prompt: str | Sequence[Message] = "guess 1 to {numbers}",
         seed: int | None = None,
     ) -> None:
         _require_game(numbers, turns)
-        self.prompt = prompt
+        self._opening = _filled_in(prompt, numbers)
         self.numbers = numbers
         self.turns = turns
         super().__init__(seed)
@@ -76,7 +78,7 @@ class GuessNumber(GameEnv):
         """
         self._solution = self._number(data)
         self._guesses = 0
-        return [_user(self.prompt.format(numbers=self.numbers))]
+        return [dict(message) for message in self._opening]
 
     def step(self, response: str) -> TextStep:
         """Reply to a guess: a decimal number, with or without white space around it."""
@@ -203,6 +205,26 @@ def optimal_return(numbers: int, turns: int, gamma: float) -> float:
 def _require_game(numbers: int, turns: int) -> None:
     check_at_least("numbers", numbers)
     check_at_least("turns", turns)
+
+
+def _filled_in(prompt: str | Sequence[Message], numbers: int) -> list[Message]:
+    """The opening messages."""
+    try:
+        messages = [_user(prompt)] if isinstance(prompt, str) else [{**each} for each in prompt]
+        if not messages or any({type(m["role"]), type(m["content"])} != {str} for m in messages):
+            raise TypeError
+    except (TypeError, KeyError):
+        raise TypeError(
+            "prompt must be text or a list of messages {'role': ..., 'content': 'text'}, got "
+            f"{str(prompt)[:80]!r}."
+        ) from None
+    try:
+        return [{**m, "content": m["content"].format(numbers=numbers)} for m in messages]
+    except (AttributeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"prompt must have no braces but {{numbers}}; write others twice: {error!r} in "
+            f"{str(prompt)[:80]!r}."
+        ) from error
 
 
 def _user(content: str) -> Message:

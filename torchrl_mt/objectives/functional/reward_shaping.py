@@ -71,17 +71,17 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 class RewardNormalizer(ExactBuffers):
-    """Normalisation of rewards by the running mean and standard deviation.
+    """Normalisation of rewards by the running standard deviation, and the mean if asked.
 
-    ``(r - mean) / (std + eps)``, std unbiased, by the merge of Chan, Golub and LeVeque (1979); 0 while
-    all rewards seen are equal. The state is in buffers, which ``state_dict`` saves. Workers may count
-    their own rewards and merge the others' ``moments``. As ``reward_transform`` of
-    :class:`~torchrl_mt.objectives.ExperienceMaker` it counts each batch once.
+    ``r / (std + eps)``, or ``(r - mean) / (std + eps)`` if centered; the unbiased std of all rewards
+    seen, by the merge of Chan, Golub and LeVeque (1979). The state is in buffers, which ``state_dict``
+    saves. Workers may count their own rewards and merge the others' ``moments``. As ``reward_transform``
+    of :class:`~torchrl_mt.objectives.ExperienceMaker` it counts each batch once.
 
     Args:
-        center: Subtract the mean. If not, rewards keep their signs, and are unchanged while all seen
-            are equal. Give false if episodes have several rewards: a mean taken off each would make
-            longer episodes cost or pay by themselves.
+        center: Subtract the mean. If not, rewards keep their signs. Only for episodes of one reward: a
+            mean taken off each of several makes longer episodes cost or pay by themselves. While all
+            rewards seen are equal, the results are 0, or the rewards if not centered.
         clip: Largest absolute result, above 0; ``None`` for no bound.
         eps: Added to the standard deviation.
 
@@ -89,7 +89,7 @@ class RewardNormalizer(ExactBuffers):
         >>> normalizer = RewardNormalizer()
         >>> normalizer.update(torch.tensor([1.0, 2.0, 3.0]))
         >>> normalizer(torch.tensor([2.0, 3.0]))
-        tensor([0., 1.])
+        tensor([2., 3.])
     """
 
     count: Tensor
@@ -99,7 +99,7 @@ class RewardNormalizer(ExactBuffers):
     high: Tensor
 
     def __init__(
-        self, *, center: bool = True, clip: float | None = None, eps: float = 1e-8
+        self, *, center: bool = False, clip: float | None = None, eps: float = 1e-8
     ) -> None:
         super().__init__()
         if clip is not None:
