@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_mt._hosts.torch import fsdp_meshes
 
@@ -64,6 +65,11 @@ def is_sharded(model: nn.Module) -> bool:
     All ranks of such a model must run it equally often: each pass gathers the parameters from all.
     """
     return any(_sharded_modules(model)) or any(map(is_dtensor, model.parameters()))
+
+
+def exchanges_gradients(model: nn.Module) -> bool:
+    """Whether ranks exchange gradients or parameters in a model's passes, which must be equally many."""
+    return any(isinstance(m, DistributedDataParallel) for m in model.modules()) or is_sharded(model)
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -21,6 +21,11 @@ def times_changed(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether something acts on a gradient once it is there, as an optimizer in the backward pass."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 # ---- data loaders -------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The multi-turn policy loss: one forward pass, any objective, any aggregation, any mask.
+"""The multi-turn policy loss: any objective, any aggregation, any mask, in bounded memory.
 
 Only sampled tokens affect its value and gradient. With the full batch's total, the gradients of
 shards add up to the full batch's.
@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.objectives import LossModule
 
+from torchrl_mt._hosts.torch import has_gradient_hooks
 from torchrl_mt._hosts.torchrl import loss_mask_keys
 from torchrl_mt.checks import (
     check_choice,
@@ -23,6 +24,7 @@ from torchrl_mt.checks import (
     check_is_batch,
     check_positive,
     check_positive_finite,
+    check_positive_integer,
     check_shape,
 )
 from torchrl_mt.objectives.functional import (
@@ -41,6 +43,7 @@ from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
 from torchrl_mt.objectives.functional.corrections import weighs
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.policy.objectives import clip_bounds, compares, takes
+from torchrl_mt.objectives.idle_updates import IdleUpdates
 from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.loss_inputs import (
     check_outputs,
@@ -49,6 +52,7 @@ from torchrl_mt.objectives.loss_inputs import (
     read_inputs,
     warn_of_no_correction,
 )
+from torchrl_mt.objectives.loss_parts import activation_budget, kept_bytes, losses_in_parts
 from torchrl_mt.objectives.metrics import (
     CORRECTION_DIAGNOSTICS,
     CRITIC_DIAGNOSTICS,
@@ -59,7 +63,8 @@ from torchrl_mt.objectives.metrics import (
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
-from torchrl_mt.ranks import call_on_all, check_process_group
+from torchrl_mt.objectives.splitting import cut
+from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
 from torchrl_mt.scoring.passes import Passes, find_passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
@@ -107,7 +112,8 @@ class MultiTurnLoss(LossModule):
         actor: A causal language model or a ``TransformersWrapper`` around one.
         objective: A name in :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
             same signature (:data:`~torchrl_mt.objectives.functional.Objective`). Bind hyperparameters
-            with ``functools.partial``: ``partial(ppo, dual_clip=3.0)``. ``"decoupled_ppo"`` also reads
+            with ``functools.partial``: ``partial(ppo, dual_clip=3.0)``. It is called for some rows at a
+            time (see ``passes``), so rows must not depend on each other. ``"decoupled_ppo"`` also reads
             ``("log_probs", "full")`` and weights by the ratio to the sampler itself: combine it only
             with corrections that do not, like ``"geometric"``.
         aggregation: ``"token_mean"``, ``"seq_mean_token_mean"``, ``"seq_mean_token_sum"`` or
@@ -143,10 +149,15 @@ class MultiTurnLoss(LossModule):
         freeze_vision: Do not train the vision towers of actor and critic: set ``requires_grad`` of their
             parameters to false, here and for good. Of Qwen's models it is all of ``visual``, of LLaVA
             ``vision_tower`` without the projector. By default nothing is set.
-        passes: How the forward pass is made. Its limits are ignored: each call is one pass, so that
-            all workers make equally many. To bound memory, give it the rows'
+        max_idle_updates: An error after so many updates in a row in which all advantages were 0, so that
+            the entropy bonus or the KL alone changed the model; ``None`` goes on.
+        passes: How rows are cut into forward passes. The gradient of each pass but a single one is
+            computed at once, and its activations are freed; the losses need no second derivative.
+            ``micro_batch_tokens="auto"`` measures a row of the first batch that may be too large. With
+            ``dtype=torch.float16``, with parameters that have hooks for their gradients, and in models
+            that exchange gradients or parameters (DDP, FSDP), each call is one pass: give it the rows'
             :func:`~torchrl_mt.objectives.micro_batches`.
-        **keywords: ``packed`` and ``dtype`` of :class:`~torchrl_mt.objectives.Passes`, one by one.
+        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
         ValueError: If a name is unknown; a number is out of range; ``clip_value`` is given without
@@ -222,6 +233,7 @@ class MultiTurnLoss(LossModule):
         critic_coef: float = 1.0,
         clip_value: float | None = None,
         freeze_vision: bool = False,
+        max_idle_updates: int | None = 16,
         passes: Passes | None = None,
         **keywords: Any,
     ) -> None:
@@ -283,8 +295,11 @@ class MultiTurnLoss(LossModule):
         self.temperature = temperature
         self.critic_coef = critic_coef
         self.clip_value = clip_value
-        passes = find_passes(passes, keywords, ("packed", "dtype"), type(self))
-        self.passes = replace(passes, micro_batch_size=None, micro_batch_tokens=None)
+        if max_idle_updates is not None:
+            check_positive_integer("max_idle_updates", max_idle_updates)
+        self.passes = find_passes(passes, keywords, caller=type(self))
+        self._idle = IdleUpdates(max_idle_updates)
+        self._tokens_in_memory: int | None = None
         self._compared = False
         self._set_in_keys()
         self.out_keys = [
@@ -416,72 +431,158 @@ class MultiTurnLoss(LossModule):
         check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
+        if total is None:
+            total = aggregation_total(mask, self.aggregation, group=rows.get("group"))
+        metrics: dict[str, Tensor] = {}
+        if self.corrections:
+            rows["correction"], metrics = correct(
+                self.corrections,
+                rows["sample_log_prob"],
+                rows["sampler_log_prob"],
+                mask,
+                turns=rows.get("turns"),
+            )
+        whole = _Rows(rows, mask, RowImages.of(tensordict))
+        trained = [p for p in self.parameters() if p.requires_grad]
+        parts = self._parts(whole, total) if trained and torch.is_grad_enabled() else []
+        if len(parts) > 1:
+            losses, tokens = losses_in_parts(
+                lambda part: self._losses(whole.at(part), total), parts, trained
+            )
+        else:
+            losses, tokens = self._losses(whole, total)
+        log_prob, entropy = tokens["log_prob"], tokens["entropy"]
+        outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
+        if "value" in tokens:
+            outputs["the critic's values"] = tokens["value"]
+        check_outputs(outputs, mask)
+        if trained and torch.is_grad_enabled():
+            self._count_idle(whole, trained)
+        old = rows.get("sample_log_prob")
+        out = losses | policy_diagnostics(log_prob, old, entropy, tokens["clipped"], mask)
+        out |= {f"correction_{name}": value for name, value in metrics.items()}
+        if "kl" in tokens:
+            out["kl_to_ref"] = aggregate(tokens["kl"].detach(), mask)
+        if "value" in tokens:
+            returns = rows["value_target"]
+            out |= critic_diagnostics(tokens["value"], returns, tokens["value_clipped"], mask)
+        return TensorDict(out, batch_size=[])
+
+    def _losses(
+        self, part: _Rows, total: float | Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Compute the losses of rows, and the values of each token that diagnostics read."""
+        rows, mask = part.entries, part.mask
         inputs = rows["action"], rows["attention_mask"], mask
+        passes = replace(self.passes, micro_batch_size=None, micro_batch_tokens=None)
         # Without a bonus the entropy is only reported: no gradient reaches it.
-        images = RowImages.of(tensordict)
         log_prob, entropy = row_log_probs(
             self.actor_network,
             *inputs,
             temperature=self.temperature,
             with_entropy=True,
-            images=images,
-            passes=self.passes,
+            images=part.images,
+            passes=passes,
         )
         assert entropy is not None
-        outputs = {"the actor's log-probabilities": log_prob, "the actor's entropies": entropy}
-        if self.critic_network is not None:
-            value = row_values(self.critic_network, *inputs, images=images, passes=self.passes)
-            outputs["the critic's values"] = value
-        check_outputs(outputs, mask)
-        group = rows.get("group")
-        if total is None:
-            total = aggregation_total(mask, self.aggregation, group=group)
 
         def reduce(per_token: Tensor) -> Tensor:
-            norm = self.aggregation_norm
+            group, norm = rows.get("group"), self.aggregation_norm
             return aggregate(per_token, mask, self.aggregation, total=total, group=group, norm=norm)
 
-        old = rows.get("sample_log_prob")
         loss, clipped = self.objective(
             log_prob,
-            old,
+            rows.get("sample_log_prob"),
             rows.get("advantage"),
             mask,
             clip_epsilon=self.clip_epsilon,
             **self._extras(rows),
         )
         check_shape("the loss that objective returns", loss, mask.shape)
-        out = policy_diagnostics(log_prob, old, entropy, clipped, mask)
-        if self.corrections:
-            assert old is not None
-            weight, metrics = correct(
-                self.corrections, old, rows["sampler_log_prob"], mask, turns=rows.get("turns")
-            )
-            loss = loss * weight
-            out |= {f"correction_{name}": value for name, value in metrics.items()}
-        if "weight" in rows:
-            loss = loss * torch.where(mask, rows["weight"], 0.0)
-        out["loss_objective"] = reduce(loss)
+        for factor in ("correction", "weight"):
+            if factor in rows:
+                loss = loss * torch.where(mask, rows[factor], 0.0)
+        losses = {"loss_objective": reduce(loss)}
+        tokens = {"log_prob": log_prob, "entropy": entropy, "clipped": clipped}
         if self.kl_coef is not None and "ref_log_probs" in rows:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
-            kl = kl_estimate(log_prob, ref, self.kl_kind)
-            out["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(kl)
-            out["kl_to_ref"] = aggregate(kl.detach(), mask)
+            tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind)
+            losses["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(tokens["kl"])
         if self.entropy_coef is not None:
-            out["loss_entropy"] = -self.entropy_coef * reduce(entropy)
+            losses["loss_entropy"] = -self.entropy_coef * reduce(entropy)
         if self.critic_network is not None:
-            returns = rows["value_target"]
-            error, cut = value_loss(
-                value, returns, mask, old_value=rows.get("value"), clip_value=self.clip_value
+            value = row_values(self.critic_network, *inputs, images=part.images, passes=passes)
+            error, tokens["value_clipped"] = value_loss(
+                value,
+                rows["value_target"],
+                mask,
+                old_value=rows.get("value"),
+                clip_value=self.clip_value,
             )
-            out["loss_critic"] = self.critic_coef * reduce(error)
-            out |= critic_diagnostics(value, returns, cut, mask)
-        return TensorDict(out, batch_size=[])
+            tokens["value"] = value
+            losses["loss_critic"] = self.critic_coef * reduce(error)
+        return losses, tokens
+
+    def _parts(self, whole: _Rows, total: float | Tensor) -> list[Tensor]:
+        """Cut rows into forward passes: indices of rows ``[n]`` each."""
+        passes, critic = self.passes, self.critic_network
+        models = [self.actor_network, *([] if critic is None else [critic])]
+        one_pass = passes.dtype is torch.float16 or any(map(exchanges_gradients, models))
+        if one_pass or any(map(has_gradient_hooks, self.parameters())) or not len(whole.mask):
+            return []
+        lengths = whole.entries["attention_mask"].sum(-1)
+        if passes.micro_batch_tokens == "auto":
+            limit = self._find_limit(whole, total, lengths, models)
+            passes = replace(passes, micro_batch_tokens=limit)
+        return [part.to(whole.mask.device) for part in cut(lengths.cpu(), passes)]
+
+    def _find_limit(
+        self, whole: _Rows, total: float | Tensor, lengths: Tensor, models: list[nn.Module]
+    ) -> int | None:
+        """Find the number of tokens whose activations fit into memory; measured once, when needed."""
+        if self._tokens_in_memory is None:
+            budget = activation_budget(whole.mask.device)
+            weights = sum(p.nbytes for model in models for p in model.parameters())
+            if lengths.numel() * int(lengths.max()) * weights <= budget:
+                return None  # A token's activations take less than the weights.
+            longest = lengths.argmax(keepdim=True)
+            kept = kept_bytes(lambda: self._losses(whole.at(longest), total), models)
+            self._tokens_in_memory = max(1, int(lengths[longest]) * budget // max(1, kept))
+        return self._tokens_in_memory
+
+    def _count_idle(self, whole: _Rows, trained: list[nn.Parameter]) -> None:
+        """Count an update that follows regularisers alone."""
+        regularised = self.entropy_coef or (self.kl_coef is not None and not self._ref_is_optional)
+        watched = self._idle.most is not None and regularised and "advantage" in whole.entries
+        if watched and not exchanges_gradients(self.actor_network):
+            weight = whole.entries["advantage"]
+            for factor in ("correction", "weight"):
+                weight = weight * whole.entries.get(factor, 1.0)
+            self._idle.count(not bool(weight[whole.mask].any()), trained)
 
     def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Select the optional entries that the objective takes."""
         names = ("sampler_log_prob", "turns")
         return {name: rows[name] for name in names if name in rows and takes(self.objective, name)}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the losses of rows are computed from."""
+
+    entries: dict[str, Tensor]
+    """Entries ``[N, ...]`` by their names in ``set_keys``; ``"correction"``: off-policy weights."""
+    mask: Tensor
+    """``[N, S]`` bool, the trained tokens."""
+    images: RowImages | None
+
+    def at(self, index: Tensor) -> _Rows:
+        """Select rows."""
+        entries = {name: entry[index] for name, entry in self.entries.items()}
+        images = self.images
+        if images is not None:
+            images = replace(images, first=images.first[index], count=images.count[index])
+        return _Rows(entries, self.mask[index], images)
 
 
 def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:

@@ -109,30 +109,29 @@ def micro_batches(
     passes = find_passes(passes, keywords)
     check_process_group(process_group)
     if process_group is None:
-        return [_take(rows, part) for part in _cut(rows, passes)]
+        return [_take(rows, part) for part in cut(_lengths(rows), passes)]
     parts: list[Tensor] = []
 
-    def cut() -> int:
-        parts.extend(_cut(rows, passes))
+    def extend() -> int:
+        parts.extend(cut(_lengths(rows), passes))
         return len(parts)
 
-    number = max(call_on_all(cut, process_group))
+    number = max(call_on_all(extend, process_group))
     parts += [torch.arange(0, device="cpu")] * (number - len(parts))
     return [_take(rows, part) for part in parts]
 
 
-def _cut(rows: TensorDictBase, passes: Passes) -> list[Tensor]:
-    """Choose the rows of each micro-batch: one or more ``[n]`` int64."""
-    lengths = _lengths(rows)
+def cut(lengths: Tensor, passes: Passes) -> list[Tensor]:
+    """Choose the rows of each micro-batch, by the rows' lengths ``[N]``: one or more ``[n]`` int64."""
     if passes.packed:
-        capacity = passes.micro_batch_tokens or max(1, int(lengths.sum()))
+        capacity = passes.max_tokens or max(1, int(lengths.sum()))
         chosen = packs(lengths, capacity, passes.micro_batch_size)
         # Packs leave rows without tokens out.
         rest = (lengths == 0).nonzero().squeeze(-1)
         parts = [torch.tensor(pack, device="cpu") for pack in chosen]
         parts += rest.split(passes.micro_batch_size or max(1, len(rest))) if len(rest) else []
     else:
-        parts = batches_of(lengths, passes.micro_batch_size, passes.micro_batch_tokens)
+        parts = batches_of(lengths, passes.micro_batch_size, passes.max_tokens)
     return [part.sort().values for part in parts] or [torch.arange(0, device="cpu")]
 
 

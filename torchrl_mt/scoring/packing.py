@@ -153,7 +153,7 @@ def forward_passes(
         ([0, 1, 3], [6, 7, 9])
     """
     packed, with_lengths = passes.packed, passes.packed and with_lengths
-    most_rows, most_tokens = passes.micro_batch_size, passes.micro_batch_tokens
+    most_rows, most_tokens = passes.micro_batch_size, passes.max_tokens
     empty = tokens[:0], attention_mask[:0], mask[:0]
     if not tokens.numel():
         # One unattended token: the model runs, and every parameter gets a gradient.

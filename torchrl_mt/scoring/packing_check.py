@@ -72,7 +72,7 @@ def passes_over(
         check_packing(model, tokens[attention_mask], passes.dtype)
     with_lengths = passes.packed and takes_lengths(model)
     # Without limits all rows are one pass.
-    limited = passes.micro_batch_size is not None or passes.micro_batch_tokens is not None
+    limited = passes.micro_batch_size is not None or passes.max_tokens is not None
     number = partial(most, model=model) if limited and is_sharded(model) else None
     spare = SpareImage.of(model)
     for step in forward_passes(

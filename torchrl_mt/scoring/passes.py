@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torchrl_mt.checks import did_you_mean
 
+SCORED_AT_ONCE = 32_768
+"""Tokens of a pass that keeps nothing for a backward pass, with ``micro_batch_tokens="auto"``."""
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
 """Values of ``dtype``; ``None`` computes in the model's own types."""
 
@@ -23,8 +25,10 @@ class Passes:
             them apart, which is tested once with a few tokens. Rows for reward models are always
             padded.
         micro_batch_size: Maximum sequences (rows, or packs of rows) per pass; no limit by default.
-        micro_batch_tokens: Maximum tokens per pass, padding included; no limit by default. A longer
-            row is a pass of its own.
+        micro_batch_tokens: Maximum tokens per pass, padding included; ``None`` is no limit. A longer row
+            is a pass of its own. ``"auto"``: 32,768 for scores; in
+            :class:`~torchrl_mt.objectives.MultiTurnLoss` as many as keep 512 MiB of activations, on CUDA
+            a quarter of the device's memory.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision; by default the
             model's own types. Softmax, values and losses are always in float32.
 
@@ -32,18 +36,20 @@ class Passes:
         ValueError: If a limit is below 1, or ``dtype`` is not supported.
 
     Examples:
-        >>> Passes(packed=True, micro_batch_tokens=32_768)
-        Passes(packed=True, micro_batch_size=None, micro_batch_tokens=32768, dtype=None)
+        >>> Passes(packed=True)
+        Passes(packed=True, micro_batch_size=None, micro_batch_tokens='auto', dtype=None)
     """
 
     packed: bool = False
     micro_batch_size: int | None = None
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | Literal["auto"] | None = "auto"
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "micro_batch_tokens"):
             limit = getattr(self, name)
+            if limit == "auto" and name == "micro_batch_tokens":
+                continue
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
         if self.dtype not in AUTOCAST_DTYPES:
@@ -51,6 +57,11 @@ class Passes:
                 f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype}; None computes "
                 "in the model's own types."
             )
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum tokens per pass for scores."""
+        return SCORED_AT_ONCE if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
 
 def find_passes(

@@ -98,7 +98,7 @@ class ModelReward(nn.Module):
         lengths = attention_mask.sum(-1)
         vision = RowVision.of(self.model, tokens, attention_mask, RowImages.of(rows))
         with scoring_mode(self.model):
-            most = self.passes.micro_batch_size, self.passes.micro_batch_tokens
+            most = self.passes.micro_batch_size, self.passes.max_tokens
             for part in micro_batches(lengths, *most):
                 part = part.to(tokens.device)
                 given = {} if vision is None else vision.padded(part)

@@ -1,0 +1,262 @@
+"""A loss in parts has the values and gradients of one pass, and one part's activations in memory."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.objectives.conftest import make_model, make_rows
+from tests.objectives.test_images import completed, value_model, vl_model
+from tests.scoring.test_actor_output import Checkpointed
+from tests.tiers import pairs, some_fast
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives.functional import OBJECTIVES
+from torchrl_mt.objectives.loss_parts import kept_bytes
+
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+LIMITS = [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"micro_batch_tokens": 17}]
+
+
+def completed_rows(model, seed=0, n=7):
+    batch = ExperienceMaker(model, ref=make_model(1), advantage="batch")(make_rows(seed, n))
+    g = torch.Generator().manual_seed(seed)
+    mask = batch["masks", "all_assistant_mask"]
+    for key in (("log_probs", "old"), ("log_probs", "full")):
+        batch[key] = batch[key] + 0.3 * torch.randn(mask.shape, generator=g) * mask
+    batch["advantage"] = torch.randn(*mask.shape, 1, generator=g) * mask[..., None]
+    batch["returns"] = torch.randn(mask.shape, generator=g)
+    batch["weights", "full"] = torch.rand(mask.shape, generator=g)
+    return batch
+
+
+def critic_of(model):
+    critic = ValueModel.from_model(copy.deepcopy(model))
+    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    return critic
+
+
+def gradients(loss, out, weights):
+    loss.zero_grad(set_to_none=True)
+    total = sum(weights.get(key, 1.0) * x for key, x in out.items() if key.startswith("loss_"))
+    total.backward()
+    return {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
+
+
+def assert_same(models, batch, options, limits, weights=None, atol=5e-6):
+    """Compare parts with one pass: outputs, and gradients to ``atol`` of each's largest entry."""
+    weights = weights or {}
+    whole = MultiTurnLoss(*models, micro_batch_tokens=None, **options)
+    parts = MultiTurnLoss(*models, **options, **limits)
+    expected, got = whole(batch), parts(batch)
+    assert not any(x.requires_grad for key, x in got.items() if not key.startswith("loss_"))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    reference = gradients(whole, expected, weights)
+    found = gradients(parts, got, weights)
+    assert found.keys() == reference.keys()
+    for name, gradient in reference.items():
+        deviation = (found[name] - gradient).abs().max()
+        assert deviation <= atol * gradient.abs().max().clamp(min=1.0), name
+
+
+@pytest.mark.parametrize(("objective", "aggregation"), pairs(OBJECTIVES, AGGREGATIONS))
+@pytest.mark.parametrize("seed", some_fast([0], range(3)))
+def test_parts_have_the_losses_and_gradients_of_one_pass(objective, aggregation, seed):
+    model, limits = make_model(), LIMITS[(seed + len(objective)) % 3]
+    correction = None if objective in ("sft", "decoupled_ppo") else "sequence_tis"
+    options = {"objective": objective, "aggregation": aggregation, "correction": correction}
+    assert_same([model], completed_rows(model, seed), options, limits)
+
+
+@pytest.mark.parametrize("weights", [{}, {"loss_kl": 0.0}, {"loss_entropy": 3.0, "loss_kl": -1.0}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_may_be_weighed_in_their_sum(weights, packed):
+    model = make_model()
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic_of(model), "packed": packed}
+    limits = {"micro_batch_tokens": 24}
+    assert_same([model], completed_rows(model), options, limits, weights)
+
+
+def test_images_go_with_their_rows():
+    model, _ = vl_model("qwen2_5_vl")
+    rows, _ = completed("qwen2_5_vl")
+    options = {"critic": value_model(model), "entropy_coef": 0.1}
+    assert_same([model], rows, options, {"micro_batch_size": 1}, atol=1e-4)
+
+
+@pytest.mark.parametrize("total", [40, 1000])
+def test_a_total_counts_in_parts_as_in_one_pass(total):
+    model = make_model()
+    batch = completed_rows(model)
+    out = [
+        MultiTurnLoss(model, micro_batch_size=size)(batch, total=total)["loss_objective"]
+        for size in (None, 2)
+    ]
+    torch.testing.assert_close(out[0], out[1])
+
+
+class Watched(nn.Module):
+    """A model that notes how many tokens each pass has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.passes = model, []
+
+    def get_output_embeddings(self):
+        return self.model.get_output_embeddings()
+
+    def forward(self, input_ids, attention_mask=None, **keywords):
+        self.passes.append(input_ids.numel())
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **keywords)
+
+
+def most_kept(loss, batch):
+    """The most bytes that tensors saved for a backward pass have at a time."""
+    alive, most = 0, 0
+
+    class Saved:
+        def __init__(self, x):
+            nonlocal alive, most
+            self.x = x
+            alive += x.nbytes
+            most = max(most, alive)
+
+        def __del__(self):
+            nonlocal alive
+            alive -= self.x.nbytes
+
+    with saved_tensors_hooks(Saved, lambda saved: saved.x):
+        out = loss(batch)
+        sum(x for key, x in out.items() if key.startswith("loss_")).backward()
+    return most
+
+
+def test_auto_bounds_what_is_kept_and_small_batches_are_one_pass(monkeypatch):
+    actor = Watched(make_model())
+    batch = completed_rows(actor.model, n=16)
+    one_pass = MultiTurnLoss(actor)
+    whole, most_of_whole = kept_bytes(lambda: one_pass(batch), [actor]), most_kept(one_pass, batch)
+    assert actor.passes == [16 * 12] * 2
+
+    budget = whole // 4
+    monkeypatch.setattr("torchrl_mt.objectives.loss.activation_budget", lambda device: budget)
+    loss, actor.passes = MultiTurnLoss(actor), []
+    loss(batch)
+    measured, *parts = actor.passes
+    assert measured == 12
+    assert 4 <= len(parts) <= 8
+    del actor.passes[:]
+    assert most_kept(loss, batch) <= 0.3 * most_of_whole
+    assert actor.passes == parts  # a row is measured once
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.float16}], ids=["without a graph", "float16"]
+)
+def test_one_pass_where_parts_help_nobody(options):
+    actor = Watched(make_model())
+    batch = completed_rows(actor.model)
+    with torch.set_grad_enabled(bool(options)):
+        out = MultiTurnLoss(actor, micro_batch_size=1, **options)(batch)
+    assert len(actor.passes) == 1
+    assert out["loss_objective"].isfinite()
+
+
+def test_an_optimizer_in_the_backward_pass_steps_once_an_update():
+    loss = MultiTurnLoss(make_model(), micro_batch_size=1)
+    batch, steps = completed_rows(loss.actor_network), []
+    loss.actor_network.lm_head.weight.register_post_accumulate_grad_hook(steps.append)
+    out = loss(batch)
+    assert not steps
+    out["loss_objective"].backward()
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_models_are_trained_whole(reentrant):
+    model = make_model()
+    batch = completed_rows(model)
+    expected = MultiTurnLoss(model)
+    plain = gradients(expected, expected(batch), {})
+    loss = MultiTurnLoss(Checkpointed(model, reentrant), micro_batch_size=1)
+    got = gradients(loss, loss(batch), {})
+    for a, b in zip(got.values(), plain.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_gradients_are_added_to_those_that_are_there(unequal):
+    model = make_model()
+    batch = completed_rows(model)
+    loss = MultiTurnLoss(model, kl_coef=0.1, micro_batch_size=2)
+    weights = {"loss_kl": 2.0} if unequal else {}
+    once = {n: g.clone() for n, g in gradients(loss, loss(batch), weights).items()}
+    out = loss(batch)
+    total = sum(weights.get(k, 1.0) * x for k, x in out.items() if k.startswith("loss_"))
+    total.backward(retain_graph=True)
+    total.backward()
+    for name, p in loss.named_parameters():
+        torch.testing.assert_close(p.grad, 3 * once[name])
+
+
+def test_no_row_and_frozen_models_are_no_error():
+    model = make_model()
+    batch = completed_rows(model)
+    loss = MultiTurnLoss(model, micro_batch_size=1)
+    gradients(loss, loss(batch[:0]), {})
+    model.requires_grad_(False)
+    assert not MultiTurnLoss(model, micro_batch_size=1)(batch)["loss_objective"].requires_grad
+
+
+# Updates on regularisers alone
+
+
+def idle_rows(model):
+    return completed_rows(model).set("advantage", torch.zeros(7, 12, 1))
+
+
+def update(loss, batch, micro_batches=1):
+    optimizer = torch.optim.SGD(loss.parameters(), 1e-3)
+    total = loss.total(batch)
+    for part in batch.split(-(-len(batch) // micro_batches)):
+        sum(x for key, x in loss(part, total=total).items() if key.startswith("loss_")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_updates_on_regularisers_alone_end_in_an_error(options, micro_batches):
+    loss = MultiTurnLoss(make_model(), **options, max_idle_updates=3)
+    batch = idle_rows(loss.actor_network)
+    for _ in range(3):
+        update(loss, batch, micro_batches)
+    with pytest.raises(
+        RuntimeError, match=r"3 updates in a row.*max_response_tokens.*max_idle_updates"
+    ):
+        update(loss, batch, micro_batches)
+
+
+def test_an_update_that_learns_begins_the_count_anew():
+    loss = MultiTurnLoss(make_model(), entropy_coef=0.1, max_idle_updates=3)
+    idle, learning = idle_rows(loss.actor_network), completed_rows(loss.actor_network)
+    for batch in (idle, idle, TensorDict.cat([idle, learning]), idle, idle, learning, idle):
+        update(loss, batch, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"entropy_coef": 0.0}, {"kl_coef": 0.0}, {"entropy_coef": 0.1, "max_idle_updates": None}],
+)
+def test_without_a_regulariser_or_limit_idle_updates_go_on(options):
+    loss = MultiTurnLoss(make_model(), **{"max_idle_updates": 2} | options)
+    batch = idle_rows(loss.actor_network)
+    for _ in range(4):
+        update(loss, batch)
+
+
+def test_a_limit_that_is_no_number_of_updates_is_refused():
+    with pytest.raises(ValueError, match="max_idle_updates"):
+        MultiTurnLoss(make_model(), max_idle_updates=0)

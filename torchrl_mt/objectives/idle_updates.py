@@ -1,0 +1,45 @@
+"""Updates that follow regularisers alone are counted, and a run of them ends in an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from torchrl_mt._hosts.torch import times_changed
+
+
+class IdleUpdates:
+    """Counter of updates in a row on rows whose advantages are all 0.
+
+    Calls with the same weights (micro-batches) belong to one update, which is idle if all are.
+
+    Args:
+        most: Number of idle updates in a row that raises an error; ``None`` never does.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self._count = 0
+        self._weights: int | None = None
+        self._idle = False
+
+    def count(self, idle: bool, parameters: Iterable[Tensor]) -> None:
+        """Count the updates before a call of the loss.
+
+        Raises:
+            RuntimeError: If too many updates in a row were idle.
+        """
+        weights = sum(map(times_changed, parameters))  # an optimizer step changes it
+        if weights != self._weights:
+            self._count = self._count + 1 if self._idle else 0
+            self._weights, self._idle = weights, True
+        self._idle &= idle
+        if self._idle and self._count == self.most:
+            raise RuntimeError(
+                f"the advantage was 0 on all trained tokens in {self._count} updates in a row, so only "
+                "the entropy bonus or the KL changed the model, which destroys it. Stop if the rewards "
+                "are as good as they can be. Otherwise: were the answers cut (stop strings, "
+                "Limits(max_response_tokens=...))? Do the rewards of the episodes that are compared "
+                "differ? MultiTurnLoss(max_idle_updates=None) goes on."
+            )
