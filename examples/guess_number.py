@@ -7,7 +7,11 @@ that the model reached.
 Without ``--model``, the program builds a small model and tokenizer, and teaches the model the rules on
 random games. From then on, the model learns from the game's replies alone.
 
+A pretrained chat model is told the rules by an example, and trains LoRA adapters with settings of its
+own (``REAL``). @@@
+
     python examples/guess_number.py
+    python examples/guess_number.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
@@ -28,13 +32,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from tqdm import tqdm, trange
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_mt import pretrained
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import ConversationDataset, RunCheckpoint
@@ -53,15 +53,40 @@ except ImportError:
     plt = None
 
 GAMMA = 0.9
-EPISODES_PER_UPDATE = 128
 CONCURRENCY = 64
 MAX_RESPONSE_TOKENS = 8
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid"]
-PROMPT = "guess 1 to {numbers}"
-PROMPT_FOR_LARGER_MODELS = (
-    "I think of a number from 1 to {numbers}. Guess it: answer with a number and nothing else, and "
-    "I will say higher, lower or correct."
-)
+SMALL: dict[str, Any] = {
+    "numbers": 16,
+    "turns": 5,
+    "updates": 150,
+    "episodes": 128,
+    "epochs": 2,
+    "eval_episodes": 1024,
+    "lr": 1e-3,
+    "entropy_coef": 0.003,
+    "prompt": "guess 1 to {numbers}",
+    "stop": [],
+}
+"""Settings of the small model."""
+ROLES = ("user", "assistant") * 3 + ("user",)
+GAME = ("I think of a number from 1 to {numbers}. Guess it.", "2", "higher", "4", "lower", "3")
+REAL: dict[str, Any] = {
+    "numbers": 8,
+    "turns": 4,
+    "updates": 10,
+    "episodes": 32,
+    "epochs": 1,
+    "eval_episodes": 64,
+    "lr": None,  # as suits the model: see torchrl_mt.pretrained
+    "entropy_coef": None,
+    "prompt": [
+        {"role": role, "content": content}
+        for role, content in zip(ROLES, (*GAME, "correct. " + GAME[0]), strict=True)
+    ],
+    "stop": ["\n"],
+}
+"""Settings of a pretrained model, whose prompt shows a whole game."""
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
@@ -70,37 +95,39 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         check_same_arguments(args)
     torch.manual_seed(args.seed)
     if args.model:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
+        policy = pretrained.load(args.model, lr=args.lr, device=args.device)
+        model, tokenizer, optimizer = policy.model, policy.tokenizer, policy.optimizer
+        nll = policy.plain_text_nll()
     else:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         model, tokenizer = tiny_chat_model([*WORDS, *map(str, range(1, args.numbers + 1))])
-        model.to(args.device)
+        optimizer = adamw(model.to(args.device), args.lr)
 
     env = GuessNumber(args.numbers, args.turns, prompt=args.prompt)
     limits = Limits(max_turns=args.turns, max_response_tokens=MAX_RESPONSE_TOKENS)
     engine = TransformersEngine(model, tokenizer)
     buffer = ReplayBuffer(
-        storage=EpisodeStorage(EPISODES_PER_UPDATE * args.turns),
+        storage=EpisodeStorage(args.episodes * args.turns),
         writer=EpisodeWriter(transform=DiscountedReturn(GAMMA)),
         sampler=EpisodeSampler(replacement=False),
         transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
-        batch_size=EPISODES_PER_UPDATE,
+        batch_size=args.episodes,
     )
     collector = MultiTurnCollector(
         env,
         engine,
         GuessNumber.data(numbers=args.numbers, seed=args.seed),
-        episodes_per_batch=EPISODES_PER_UPDATE,
-        total_episodes=args.updates * EPISODES_PER_UPDATE,
+        episodes_per_batch=args.episodes,
+        total_episodes=args.updates * args.episodes,
         max_concurrency=CONCURRENCY,
         limits=limits,
-        sampling={"seed": args.seed},
+        sampling={"seed": args.seed, "stop": args.stop},
         replay_buffer=buffer,
     )
     maker = ExperienceMaker(model, advantage="turn", gamma=GAMMA)
-    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, entropy_coef=0.003)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    loss_module = MultiTurnLoss(
+        model, objective="ppo", clip_epsilon=0.2, entropy_coef=args.entropy_coef
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(args.updates))
     report = Report(args)
     run = {"model": model, "optimizer": optimizer, "schedule": schedule, "buffer": buffer}
@@ -119,10 +146,10 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         for _ in progress:
             report.collected()
             rows = maker(buffer.sample().to(args.device))
-            for _ in range(2):
+            for _ in range(args.epochs):
                 for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
                     losses = loss_module(batch)
-                    (losses["loss_objective"] + losses["loss_entropy"]).backward()
+                    sum(x for key, x in losses.items() if key.startswith("loss_")).backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -136,6 +163,11 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     report.save()
     engine.update_weights(model)  # an interrupt may have come between a step and its update
     reached = report.finish(after=evaluate(collector, args))
+    if args.model:
+        print(
+            f"right before {report.before['success']:.2f} after {reached['success']:.2f}, "
+            f"plain text nll {nll:.2f} -> {policy.plain_text_nll():.2f}"
+        )
     collector.shutdown()
     engine.close()
     return reached
@@ -178,7 +210,7 @@ def warm_start(
     games = ConversationDataset([random_game() for _ in range(16 * steps)], tokenizer)
     rows = games.collate(list(games)).to(args.device)
     loss_module = MultiTurnLoss(model, objective="sft")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
+    optimizer = adamw(model, lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(steps))
     for _ in trange(steps, desc="warm start"):
         batch = rows[torch.randint(len(rows), (64,))]
@@ -187,6 +219,11 @@ def warm_start(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+
+
+def adamw(model: PreTrainedModel, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of all weights of the small model."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)
 
 
 def warmup_then_decay(steps: int) -> Callable[[int], float]:
@@ -203,8 +240,9 @@ def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[st
     The hidden numbers are the same each time, and differ from those of the training.
     """
     games = list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32))
-    starts = trange(0, len(games), EPISODES_PER_UPDATE, desc="evaluation", unit="batch")
-    played = torch.cat([collector.evaluate(games[i : i + EPISODES_PER_UPDATE]) for i in starts])
+    size = 2 * CONCURRENCY
+    starts = trange(0, len(games), size, desc="evaluation", unit="batch")
+    played = torch.cat([collector.evaluate(games[i : i + size]) for i in starts])
     played = DiscountedReturn(GAMMA)(played)
     return {**outcome(played), "games": transcript(played, 5)}
 
@@ -370,13 +408,18 @@ def positive(text: str) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed")
-    parser.add_argument("--numbers", type=positive, default=16, help="the number is from 1 to this")
-    parser.add_argument("--turns", type=positive, default=5, help="guesses a game allows")
-    parser.add_argument("--updates", type=positive, default=150, help="rounds of play and training")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    numbers = {
+        "numbers": "the number is from 1 to this",
+        "turns": "guesses a game allows",
+        "updates": "rounds of play and training",
+        "episodes": "games per update",
+        "eval_episodes": "games to measure with",
+    }
+    for name, help in numbers.items():
+        help += f" (default: {SMALL[name]}; with --model {REAL[name]})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, help=help)
     parser.add_argument(
         "--model",
         metavar="NAME_OR_PATH",
@@ -387,8 +430,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--prompt",
         help="what the model is told first; {numbers} is filled in. Default: as suits it",
     )
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--device", default="cpu", help="where the model lives")
+    parser.add_argument("--lr", type=float, help="learning rate. Default: as suits the model")
+    parser.add_argument("--device", default="cpu", help="where the model lives (default: cpu)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/guess_number"), help="folder for the results"
     )
@@ -399,17 +442,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="save every update there; with the same arguments, a stopped run goes on from the last",
     )
     parser.add_argument(
-        "--warm-start-steps", type=positive, default=300, help="steps of imitation, without --model"
-    )
-    parser.add_argument(
-        "--eval-episodes", type=positive, default=1024, help="games to measure with"
+        "--warm-start-steps",
+        type=positive,
+        default=300,
+        help="steps of imitation, without --model (default: 300)",
     )
     args = parser.parse_args(argv)
-    args.prompt = args.prompt or (PROMPT_FOR_LARGER_MODELS if args.model else PROMPT)
+    for name, value in (REAL if args.model else SMALL).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     try:
-        args.prompt.format(numbers=args.numbers)
-    except (LookupError, ValueError, AttributeError) as error:
-        parser.error(f"--prompt: only {{numbers}} is filled in, write {{{{ for a brace: {error!r}")
+        GuessNumber(args.numbers, args.turns, prompt=args.prompt)
+    except ValueError as error:
+        parser.error(f"--prompt: {error}")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -129,8 +129,8 @@ def load(
     Raises:
         ImportError: If LoRA is asked for and ``peft`` is not installed.
         TypeError: If arguments for loading are given with a loaded model.
-        ValueError: If the tokenizer has no chat template, ``lr`` is not positive, or nothing would be
-            trained.
+        ValueError: If the tokenizer has no chat template or no end-of-turn token, ``lr`` is not
+            positive, or nothing would be trained.
 
     Examples:
         >>> import torchrl_mt as mt
@@ -161,6 +161,10 @@ def load(
         raise ValueError(
             f"the tokenizer of {name} must have a chat template, got none: take a model that is tuned "
             "for chat (its name often ends in Instruct), or set tokenizer.chat_template."
+        )
+    if tokenizer.eos_token is None:
+        raise ValueError(
+            f"the tokenizer of {name} must have an end-of-turn token, got none: set tokenizer.eos_token."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -21,7 +21,7 @@ import torch
 UPDATES = 45
 """More than twenty killed runs come to: none of them makes more than two saves."""
 ARGS = ["--numbers", "4", "--turns", "2", "--warm-start-steps", "20", "--lr", "1e-4"]
-ARGS += ["--eval-episodes", "4", "--updates", str(UPDATES)]
+ARGS += ["--episodes", "4", "--eval-episodes", "4", "--updates", str(UPDATES)]
 COUNTERS = ["started", "accepted", "rejected", "turns", "tokens", "forks", "policy_version"]
 TO_THE_DISK = {os.mkdir, os.open, os.fsync, os.rename, os.unlink, os.rmdir}
 
@@ -32,7 +32,7 @@ def load_example():
     spec = importlib.util.spec_from_file_location("guess_number", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    example.EPISODES_PER_UPDATE, example.MAX_RESPONSE_TOKENS, example.plt = 4, 4, None
+    example.MAX_RESPONSE_TOKENS, example.plt = 4, None
     rows_of_update = []
 
     class Maker(example.ExperienceMaker):

@@ -11,7 +11,8 @@ import pytest
 
 from tests.chat.templates import CHATML, byte_level
 from torchrl_mt.datasets import ConversationDataset
-from torchrl_mt.testing import tiny_chat_model
+
+from .conftest import save_model
 
 pytest.importorskip("peft", reason="LoRA needs the extra [lora]")
 httpx = pytest.importorskip("httpx", reason="agents need the extra [agents]")
@@ -22,28 +23,18 @@ SUPERVISED = {"tool_agent": True, "openai_agent": False, "offline_dialogues": Tr
 LAST_LINE = r"right before \d\.\d\d after \d\.\d\d, plain text nll \d+\.\d\d -> \d+\.\d\d"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One that knows any text."""
-    tokenizer = CHATML.on(byte_level())
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
-    """A folder with a tiny model."""
-    path = tmp_path_factory.mktemp("model")
-    words = map("w{}".format, range(len(tokenizer)))
-    model, _ = tiny_chat_model(words, hidden_size=16, eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.mark.parametrize("name", SUPERVISED)
-def test_a_short_run_ends_with_its_results(load, name, folder, capsys):
-    args = ["--model", folder, "--updates", "1", "--episodes", "2", "--held-out", "2"]
+def test_a_short_run_ends_with_its_results(load, name, tmp_path, capsys):
+    args = [
+        "--model",
+        save_model(tmp_path, CHATML.on(byte_level())),
+        "--updates",
+        "1",
+        "--episodes",
+        "2",
+        "--held-out",
+        "2",
+    ]
     args += ["--sft-steps", "1"] * SUPERVISED[name]
     load(name, short=False).main(args)
     printed = capsys.readouterr().out
@@ -63,7 +54,7 @@ def test_the_written_calls_of_tools_are_right(load):
         assert recipe.reward(messages, item) == 1.0
 
 
-def test_the_expert_of_the_dialogues_on_disk_is_right(load, tokenizer, tmp_path):
+def test_the_expert_of_the_dialogues_on_disk_is_right(load, tmp_path):
     recipe = load("offline_dialogues", short=False)
     items = list(itertools.islice(recipe.customers(recipe.GOODS, seed=0), 20))
     recipe.write_dialogues(tmp_path / "dialogues.jsonl", iter(items))
@@ -76,11 +67,12 @@ def test_the_expert_of_the_dialogues_on_disk_is_right(load, tokenizer, tmp_path)
         assert [step.done for step in steps] == [False] * (len(said) - 1) + [True]
         assert steps[-1].reward == 1.0
         assert messages[-1]["content"] == data["letter"]
-    assert len(ConversationDataset(tmp_path / "dialogues.jsonl", tokenizer)) == 20
+    dialogues = ConversationDataset(tmp_path / "dialogues.jsonl", CHATML.on(byte_level()))
+    assert len(dialogues) == 20
 
 
-@pytest.mark.parametrize(("wrong", "reward"), [([], 1.0), ([1], 0.75), ([0, 3], 0.5)])
-def test_the_agent_is_rewarded_by_the_share_of_right_fields(load, wrong, reward):
+@pytest.mark.parametrize("wrong", [[], [1], [0, 2]])
+def test_each_call_of_the_agent_is_rewarded_for_its_field(load, wrong):
     recipe = load("openai_agent", short=False)
     data = next(recipe.orders(recipe.GOODS, recipe.CITIES, seed=0))
     asked = []
@@ -107,6 +99,9 @@ def test_the_agent_is_rewarded_by_the_share_of_right_fields(load, wrong, reward)
                 data, base_url="http://model/v1", api_key="key", http_client=client
             )
 
-    assert asyncio.run(play()) == reward
-    assert len(asked) == len(data["fields"])
-    assert [m["content"] for m in asked[-1]][-1] == "day?"
+    assert asyncio.run(play()) == [float(call not in wrong) for call in range(3)]
+    assert [messages[-1]["content"] for messages in asked] == [
+        f"{data['order']}\ngoods?",
+        "number?",
+        "city?",
+    ]
