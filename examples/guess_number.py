@@ -8,7 +8,13 @@ Without ``--model``, the program builds a small model and tokenizer, and teaches
 random games. From then on, the model learns from the game's replies alone.
 
 A pretrained chat model is told the rules by an example, and trains LoRA adapters with settings of its
-own (``REAL``). @@@
+own (``REAL``): 1 to 8 in four turns, which the best player always wins. Measured with
+SmolLM2-135M-Instruct on one core, 3.8 GiB of memory:
+
+    seed | won before | after | NLL of plain text | CPU seconds
+       0 |       0.34 |  0.70 |      3.65 -> 3.64 |         382
+       1 |       0.34 |  0.80 |      3.65 -> 3.65 |         367
+       2 |       0.47 |  0.72 |      3.65 -> 3.64 |         397
 
     python examples/guess_number.py
     python examples/guess_number.py --model HuggingFaceTB/SmolLM2-135M-Instruct

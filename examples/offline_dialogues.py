@@ -5,6 +5,13 @@ ticket: what to do, with what, for which order. A scripted expert has left dialo
 lines. The model imitates some of them, and then learns from the reward of its own dialogues: 1 for the
 right ticket. It is evaluated on goods that it never saw.
 
+Measured with SmolLM2-135M-Instruct on one core, 3.4 GiB of memory:
+
+    seed | right before | after the dialogues on disk | after | NLL of plain text | CPU seconds
+       0 |         0.00 |                        0.62 |  0.91 |      3.65 -> 3.79 |         643
+       1 |         0.00 |                        0.72 |  1.00 |      3.65 -> 3.72 |         596
+       2 |         0.00 |                        0.47 |  0.84 |      3.65 -> 3.81 |         614
+
     pip install 'torchrl-mt[lora]'
     python examples/offline_dialogues.py
 """
@@ -182,7 +189,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sft-steps", type=int, default=20, help="each with 8 dialogues from disk")
     parser.add_argument("--updates", type=int, default=14)
-    parser.add_argument("--episodes", type=int, default=16, help="dialogues of an update")
+    parser.add_argument("--episodes", type=int, default=32, help="dialogues of an update")
     parser.add_argument("--held-out", type=int, default=32, help="dialogues of an evaluation")
     return parser.parse_args(argv)
 

@@ -5,6 +5,13 @@ nothing of training. The collector gives it an address, samples its replies with
 them. The model has one example in its prompt, and learns from the rewards alone: 1 for a field that is
 right, else 0. It is evaluated on orders with goods and cities that it never saw.
 
+Measured with SmolLM2-135M-Instruct on one core, 3.0 GiB of memory:
+
+    seed | right before | after | NLL of plain text | CPU seconds
+       0 |         0.15 |  0.89 |      3.65 -> 3.65 |         429
+       1 |         0.27 |  0.71 |      3.65 -> 3.67 |         455
+       2 |         0.19 |  0.85 |      3.65 -> 3.65 |         435
+
     pip install 'torchrl-mt[agents,lora]'
     python examples/openai_agent.py
 """

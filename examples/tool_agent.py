@@ -4,6 +4,13 @@ A customer asks for a price or a stock. The model asks the shop's list, ``price(
 ``stock(pear)``, and says what it found. It learns this way of calling from 80 written dialogues, and to
 be right from the reward: 1 for the right answer, else 0. It is evaluated on goods that it never saw.
 
+Measured with SmolLM2-135M-Instruct on one core, 3.1 GiB of memory:
+
+    seed | right before | after the supervised start | after | NLL of plain text | CPU seconds
+       0 |         0.00 |                       0.72 |  0.88 |      3.65 -> 3.64 |         332
+       1 |         0.00 |                       0.50 |  0.88 |      3.65 -> 3.69 |         312
+       2 |         0.00 |                       0.31 |  0.75 |      3.65 -> 3.72 |         325
+
     pip install 'torchrl-mt[lora]'
     python examples/tool_agent.py
 """

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from tests.small_families import SMALL_FAMILIES
 from torchrl_mt import pretrained
+from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.transforms import MergeTurns
 
 
 @pytest.fixture
@@ -99,3 +107,45 @@ def test_what_cannot_be_trained_is_refused_by_name(folder):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         pretrained.load(model, tokenizer)
+
+
+class Chatty(GuessNumber):
+    """Rewards what any model does: every second letter."""
+
+    def step(self, response):
+        return replace(super().step(response), reward=float(len(response) % 2))
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_other_families_play_and_learn(family):
+    policy = pretrained.load(*SMALL_FAMILIES[family]())
+    model = policy.model
+    before = [p.clone() for p in trained(policy)]
+    with MultiTurnCollector(
+        Chatty(4, turns=2),
+        TransformersEngine(model, policy.tokenizer, seed=0),
+        episodes_per_batch=8,
+        total_episodes=16,
+        limits=Limits(max_response_tokens=6, on_cut="continue"),
+        postproc=MergeTurns(pad_token_id=policy.tokenizer.pad_token_id),
+    ) as collector:
+        maker, loss_module = (
+            ExperienceMaker(model, ref="base", advantage="turn"),
+            MultiTurnLoss(model),
+        )
+        for rows in collector:
+            rows = maker(rows)
+            ids, attended = rows["tokens", "full"], rows["masks", "all_attention_mask"]
+            with torch.no_grad():
+                logits = model(input_ids=ids, attention_mask=attended.long()).logits
+            expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            sampled = rows["masks", "all_assistant_mask"][:, 1:]
+            found = rows["log_probs", "full"][:, 1:]
+            torch.testing.assert_close(found[sampled], expected[sampled], atol=1e-5, rtol=0)
+            loss_module(rows)["loss_objective"].backward()
+            policy.optimizer.step()
+            policy.optimizer.zero_grad()
+            collector.update_policy_weights_(model)
+    changed = [not torch.equal(a, b) for a, b in zip(before, trained(policy), strict=True)]
+    assert all(changed)
+    assert (rows["kl"] != 0).any()

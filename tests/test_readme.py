@@ -7,14 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_families import SMALL_FAMILIES
 from torchrl_mt.envs import optimal_return
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def quickstart() -> str:
-    section = README.read_text().split("## Quickstart")[1]
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RESULTS = r"right before ([\d.]+) after ([\d.]+), plain text nll ([\d.]+) -> ([\d.]+)"
+"""The last line of the second quickstart, and of the examples that train a real model."""
+
+
+def quickstart(title: str = "## Quickstart") -> str:
+    section = README.read_text(encoding="utf-8").split(title)[1]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+
+
+def second_quickstart(folder: str) -> str:
+    """The one with a real model; it comes from a folder here."""
+    code = quickstart("## A real model")
+    assert len(code.splitlines()) <= 40
+    assert NAME in code
+    return code.replace(NAME, folder)
 
 
 @pytest.mark.slow
@@ -41,6 +55,22 @@ def test_importing_is_quick_and_light():
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
     assert not {"torch", "torchrl", "transformers", "matplotlib"} & set(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_the_second_quickstart_runs_with_other_families(family, tmp_path):
+    model, tokenizer = SMALL_FAMILIES[family]()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    script = tmp_path / "quickstart.py"
+    script.write_text(second_quickstart("model"))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model: trains LoRA" in done.stdout
+    assert re.fullmatch(RESULTS, done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import re
 import pytest
 
 from tests.chat.templates import CHATML, byte_level
+from tests.test_readme import RESULTS
 from torchrl_mt.datasets import ConversationDataset
 
 from .conftest import save_model
@@ -20,7 +21,6 @@ pytest.importorskip("openai", reason="agents need the extra [agents]")
 
 SUPERVISED = {"tool_agent": True, "openai_agent": False, "offline_dialogues": True}
 """The recipes, and whether they begin with written dialogues."""
-LAST_LINE = r"right before \d\.\d\d after \d\.\d\d, plain text nll \d+\.\d\d -> \d+\.\d\d"
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
@@ -38,7 +38,7 @@ def test_a_short_run_ends_with_its_results(load, name, tmp_path, capsys):
     args += ["--sft-steps", "1"] * SUPERVISED[name]
     load(name, short=False).main(args)
     printed = capsys.readouterr().out
-    assert re.fullmatch(LAST_LINE, printed.splitlines()[-1])
+    assert re.fullmatch(RESULTS, printed.splitlines()[-1])
     assert "\nupdate 1: " in printed
     assert printed.count("\n     user: ") >= 2  # a dialogue before and one after
 
