@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Signature, signature
@@ -11,7 +10,6 @@ from typing import Any
 
 from tensordict import NestedKey
 from torchrl import _utils
-from torchrl.data.replay_buffers.samplers import SamplerEnsemble
 from torchrl.objectives import LossModule
 
 # ---- replay buffers, their storages and samplers ------------------------------------------------
@@ -33,15 +31,6 @@ def writer_of(buffer: Any) -> Any:
 def sampler_of(buffer: Any) -> Any:
     """Return the sampler of an object attached to a storage, as :func:`writer_of`."""
     return getattr(buffer, "_sampler", None)
-
-
-def is_called_by_ensemble() -> bool:
-    """Whether a ``SamplerEnsemble`` called the function that asks.
-
-    It then reads parts of a copy of the index that it is given, and adds the ``info`` to the sample. It
-    tells its samplers nothing of itself.
-    """
-    return sys._getframe(2).f_globals is SamplerEnsemble.sample.__globals__
 
 
 def forget(sampler: Any) -> None:

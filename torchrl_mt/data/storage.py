@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torchrl_mt._hosts.ray import send_results_compactly
 from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
+from torchrl_mt.data._store.clip_marks import ClipMarks
 from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
@@ -35,11 +36,17 @@ from torchrl_mt.data._store.dataset_episodes import (
     check_metadata,
 )
 from torchrl_mt.data._store.files.store_files import StoreFiles
-from torchrl_mt.data._store.handles import HANDLES, resolve_index
+from torchrl_mt.data._store.handles import (
+    HANDLES,
+    Resolved,
+    kind_of,
+    numbers_of,
+    resolve_index,
+)
 from torchrl_mt.data._store.patches import PatchedEntry, check_patch, write_patch
 from torchrl_mt.data._store.plain import trusting
 from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
-from torchrl_mt.data._store.selection import Selection, plan_runs
+from torchrl_mt.data._store.selection import Clips, Selection, plan_clips, plan_rows
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
 from torchrl_mt.data._store.store import Admission, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
@@ -54,6 +61,8 @@ _logger = logging.getLogger("torchrl_mt")
 
 _NOTIFY_AT_ONCE = 1 << 20
 """Most handles in one call to the buffers when all stored steps are replaced."""
+_MOST_SELECTIONS = 8
+"""Most samples that are drawn and not read at once: one for each buffer on the storage."""
 
 
 class EpisodeStorage(LazyStackStorage):
@@ -155,7 +164,7 @@ class EpisodeStorage(LazyStackStorage):
         self._has_warned = False
         self._warned_of: frozenset[Path] = frozenset()
         """Shared entries for which a warning said that episodes disagree."""
-        self._selections: dict[int, tuple[ref[Tensor], Selection]] = {}
+        self._selections: deque[Selection] = deque(maxlen=_MOST_SELECTIONS)
         self._drawing: tuple[torch.Generator | None] | None = None
         """Generator of the sampler that is calling a selector, if one is."""
 
@@ -232,8 +241,8 @@ class EpisodeStorage(LazyStackStorage):
             IndexError: if a step is not stored (any more).
         """
         with self.lock:
-            places, shape = resolve_index(index, self.table.first, self.table.num_steps)
-        return places.reshape(() if shape is None else shape)
+            found = self._resolve(index)
+        return found.places.reshape(() if found.shape is None else found.shape)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -339,20 +348,24 @@ class EpisodeStorage(LazyStackStorage):
 
     def rows_of(self, index: Any) -> Tensor:
         """Return the ring rows of steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
-        return self._rows(index)[0]
+        return self._rows(self._resolve(index).places)
 
-    def _rows(self, index: Any) -> tuple[Tensor, torch.Size | None]:
-        """Return the ring rows of steps and the shape of ``index``; None as shape of one step."""
-        steps, shape = resolve_index(index, self.table.first, self.table.num_steps)
-        _, rows = self.table.places(*self.table.find(steps.numpy()))
-        return torch.from_numpy(rows), shape
+    def _resolve(self, index: Any) -> Resolved:
+        return resolve_index(index, self.table.first, self.table.num_steps)
+
+    def _rows(self, places: Tensor) -> Tensor:
+        """Return the ring rows of steps by their positions by age."""
+        _, rows = self.table.places(*self.table.find(places.numpy()))
+        return torch.from_numpy(rows)
 
     def get(self, index: Any) -> Any:
         """Read the steps at ``index``: an int, a slice, a mask or integers of any shape.
 
-        Integers from ``HANDLES`` (``2 ** 52``) on are handles, which samples and writes give out: a
-        step's handle is ``HANDLES`` plus the number of steps ever stored before it, and no other step
-        ever has it. Smaller integers count the stored steps by age: 0 is the oldest, -1 the newest.
+        Integers from ``HANDLES`` (``2 ** 52``) on are handles, which samples and writes give out. A
+        write's is ``HANDLES`` plus the number of steps ever stored before it, and no other step ever
+        has it. A clip's also tells where in the clip the step is: read again, alone or in a copy, it has
+        the sample's marks and stride. :meth:`places` tells which step it is. Smaller integers count the
+        stored steps by age: 0 is the oldest, -1 the newest.
 
         Raises:
             IndexError: if a step is not stored (any more).
@@ -362,21 +375,27 @@ class EpisodeStorage(LazyStackStorage):
         send_results_compactly()
         with self.lock:
             selection = self._selected(index)
-            if selection is not None:
-                read = self._store.read(selection.plan, selection.read)
-                if selection.mark is not None:
-                    selection.mark(read)
-                return pack(read, self.device, batch_size=index.shape)
-            rows, shape = self._rows(index)
-            data = self._pack(RowPlan(rows), batch_size=shape)
+            shape: torch.Size | None
+            if selection is None:
+                found = self._resolve(index)
+                marks, shape = self._store.marks_of(kind_of(found.given)), found.shape
+                plan = plan_rows(self._rows(found.places), 1 if marks is None else marks.stride)
+                selection = Selection(found.given, plan, marks)
+            else:
+                shape = index.shape
+            steps = self._store.read(selection.plan, selection.read)
+            if selection.marks is not None:
+                selection.marks.mark(selection.told, self.device, steps)
+            data = pack(steps, self.device, batch_size=shape)
         return data[0] if shape is None else data
 
-    def _selected(self, index: Tensor) -> Selection | None:
-        """Return the selection that a sampler made for this index tensor, the first time."""
-        known = self._selections.pop(id(index), None)
-        if known is None or known[0]() is not index:
-            return None
-        return known[1] if known[1].given == times_changed(index) else None
+    def _selected(self, index: Any) -> Selection | None:
+        """Take the selection that a sampler made with this index, if it was not read before."""
+        for selection in reversed(self._selections):
+            if selection.has(index):
+                self._selections.remove(selection)
+                return selection
+        return None
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
@@ -387,66 +406,59 @@ class EpisodeStorage(LazyStackStorage):
         if not isinstance(item, Tensor):
             return bool(self.contains(torch.tensor(int(item), device="cpu")))
         with self.lock:
-            stored, handle = self.table.num_steps, HANDLES + self.table.first
-        by_age = (item < stored) & (item >= -stored)
-        return by_age | ((item >= handle) & (item < handle + stored))
+            first, stored = self.table.first, self.table.num_steps
+        places = torch.where(item >= HANDLES, numbers_of(item) - first, item)
+        return (places < stored) & (places >= torch.where(item >= HANDLES, 0, -stored))
 
     # ---- selecting ------------------------------------------------------------------------------
 
     def select(
-        self,
-        episodes: np.ndarray,
-        offsets: np.ndarray | int,
-        spans: int | np.ndarray,
-        *,
-        stride: int = 1,
-        rectangular: bool = False,
-        padded_to: int | None = None,
-        mark: Callable[[Steps], None] | None = None,
-    ) -> tuple[Tensor, Selection]:
-        """Select runs of consecutive steps, which ``get(index)`` then reads without a search.
+        self, clips: Clips, *, marks: ClipMarks | None = None, rectangular: bool = False
+    ) -> Tensor:
+        """Return the index of runs of consecutive steps.
+
+        Whoever reads this index, a copy or a part of it, gets the same steps with the same marks. The
+        first read of the whole needs no search, and succeeds even if the steps are evicted meanwhile.
 
         Args:
-            episodes: int64 ``[n]``, positions of the episodes (0 is the oldest).
-            offsets: int64 ``[n]``, first step of each run within its episode; or one number for all.
-            spans: steps per run, each of ``stride`` stored steps: one for all, or int64 ``[n]``.
-            stride: how many stored steps are read as one; see
-                :class:`~torchrl_mt.data.samplers.strides.StridePlan`.
-            rectangular: whether the index is ``[n, spans]``, a run per row, instead of ``[N]``.
-            padded_to: length to which shorter runs are padded, by repeating their last step.
-            mark: called with the steps once they are read; may change them.
+            clips: the runs.
+            marks: how they are read and marked; None marks nothing.
+            rectangular: whether the index is ``[n, span]``, a run per row, instead of ``[N]``.
 
         Returns:
-            The index: handles of the first of each ``stride`` steps, int64 ``[N]`` on the storage's
-            device, one run after the other. And the selection, which lives as long as the index. An
-            index that is changed in place is looked up anew, unless torch does not notice (changes
-            through ``.data`` or NumPy, or in inference mode).
+            int64 on the storage's device: handles of the first of each ``marks.stride`` steps, one run
+            after the other.
+
+        Raises:
+            RuntimeError: if there were too many different ``marks``.
         """
         with self.lock:
-            numbers, rows = self.table.places(episodes, offsets)
-            index, plan = plan_runs(
-                numbers,
-                rows,
-                spans,
-                stride=stride,
-                rectangular=rectangular,
-                padded_to=padded_to,
-            )
-            if index.device != self.device:
-                index = to_device(index, self.device)
-            selection = Selection(plan, times_changed(index), mark)
-            key, selections = id(index), self._selections
-            # While the index lives, no other object has its id.
-            selections[key] = (ref(index, lambda _: selections.pop(key, None)), selection)
-            return index, selection
+            numbers, rows = self.table.places(clips.episodes, clips.offsets)
+            stride = 1 if marks is None else marks.stride
+            kind = self._store.kind_for(marks)
+            handles, plan = plan_clips(clips, numbers, rows, stride=stride, kind=kind)
+            index = torch.from_numpy(handles)
+            if rectangular:
+                index = index.view(len(numbers), -1)
+            span = clips.spans if isinstance(clips.spans, int) else 0
+            selection = Selection(index, plan, marks, span)
+            self._selections.append(selection)
+            if self.device.type == "cpu":
+                return index.clone()
+            with _not_inference():  # where torch does not count changes
+                given = to_device(index, self.device)
+            selection.given = given, times_changed(given)
+            return given
 
-    def read_selected(self, selection: Selection, key: NestedKey) -> Column | None:
-        """Read one entry of selected steps, once; None if it is not stored."""
-        path, read = path_of(key), selection.read
+    def values(self, key: NestedKey, index: Any) -> Column:
+        """Read the entry ``key`` of the steps at ``index``, as stored.
+
+        Raises:
+            KeyError: if it is not stored.
+            IndexError: if a step is not stored (any more).
+        """
         with self.lock:
-            if path not in read and path in self._store.columns:
-                read[path] = selection.plan.read(path, self._store.columns[path])
-            return read.get(path)
+            return self._column(key, RowPlan(self.rows_of(index)))
 
     def first_values(self, key: NestedKey) -> Column:
         """Read the entry ``key`` at the first step of each episode, oldest first.
@@ -455,11 +467,14 @@ class EpisodeStorage(LazyStackStorage):
             KeyError: if it is not stored.
         """
         with self.lock:
-            column = self._store.columns.get(path_of(key))
-            if column is None:
-                known = [unravel_key(path) for path in self._store.columns]
-                raise KeyError(f"{key!r} is not stored; the entries are {known}.")
-            return column.read(RowPlan(self.table.starts.clone()))
+            return self._column(key, RowPlan(self.table.starts.clone()))
+
+    def _column(self, key: NestedKey, plan: RowPlan) -> Column:
+        column = self._store.columns.get(path_of(key))
+        if column is None:
+            known = [unravel_key(path) for path in self._store.columns]
+            raise KeyError(f"{key!r} is not stored; the entries are {known}.")
+        return column.read(plan)
 
     def as_dataset(
         self,
@@ -704,7 +719,7 @@ class EpisodeStorage(LazyStackStorage):
 
     def _read_selections(self) -> None:
         """Read pending selections before their rows change."""
-        for _, selection in list(self._selections.values()):
+        for selection in self._selections:
             selection.read.update(self._store.read(selection.plan, selection.read).columns)
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -861,7 +876,7 @@ class EpisodeStorage(LazyStackStorage):
         share_next, stored = state.pop("_store")
         super().__setstate__(state)
         self.lock = threading.RLock()
-        self._selections = {}
+        self._selections = deque(maxlen=_MOST_SELECTIONS)
         self._drawing = None
         self._store = self._new_store(share_next)
         self._store.load_state_dict(stored)

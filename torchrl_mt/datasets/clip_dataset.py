@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.data._store.clip_marks import ClipMarks, edges
 from torchrl_mt.data._store.steps import Column, Path, Steps, pack, unpack
+from torchrl_mt.data._store.strides import check_strides, is_joined, join
 from torchrl_mt.data._store.table import Choice, search
-from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
-from torchrl_mt.data.samplers.strides import check_strides, is_joined, join
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._files.readers import Runs, runs_of
 from torchrl_mt.datasets.dataset import EpisodeDataset
@@ -111,7 +112,6 @@ class ClipDataset(Dataset):
                 lengths.max(initial=0),
             )
         self._before = np.concatenate([np.zeros(1, dtype=np.int64), units.cumsum()])
-        self._marks = ClipMarks(("next", "truncated"), ["is_init", ("next", "is_init")], 0)
 
     def __len__(self) -> int:
         """Return the number of clips."""
@@ -133,7 +133,8 @@ class ClipDataset(Dataset):
             raise IndexError(f"clip {i} is out of range: there are {number} clips.")
         episodes, offsets = search(self._before, wanted.astype(np.int64) % max(number, 1))
         steps = self._read(episodes, offsets)
-        self._marks.mark(Cut(offsets, self.slice_len), torch.device("cpu"), steps)
+        told = partial(edges, len(wanted), self.slice_len)
+        ClipMarks().mark(told, torch.device("cpu"), steps)
         shape = torch.Size([len(wanted), self.slice_len])
         clips = pack(steps, batch_size=shape)
         return (

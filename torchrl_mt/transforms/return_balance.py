@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_mt.data._store.table import EpisodeTable
-from torchrl_mt.data.storage import EpisodeStorage, Selection
+from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["ReturnBalance"]
 
@@ -131,9 +131,10 @@ class ReturnBalance:
         if not len(new):
             return [], []
         lengths = table.lengths[new]
-        index, selection = storage.select(new.numpy(), 0, lengths.numpy())
-        returns = self._column(storage, selection, self.in_key, index)
-        rewards = self._column(storage, selection, self.reward_key, index)
+        returns, rewards = (
+            self._numbers(storage, key, int(lengths.sum()))
+            for key in (self.in_key, self.reward_key)
+        )
         episode = torch.arange(len(new), device="cpu").repeat_interleave(lengths)
         low, high = (
             torch.zeros_like(lengths).index_add_(0, episode, mask.long()).tolist()
@@ -141,17 +142,15 @@ class ReturnBalance:
         )
         return list(zip(low, high, strict=True)), rewards[lengths.cumsum(0) - 1].tolist()
 
-    def _column(
-        self, storage: EpisodeStorage, selection: Selection, key: NestedKey, index: Tensor
-    ) -> Tensor:
-        """One number per selected step, ``[N]`` on the CPU."""
-        column: Any = storage.read_selected(selection, key)
-        if column is None:
+    def _numbers(self, storage: EpisodeStorage, key: NestedKey, steps: int) -> Tensor:
+        """One number for each of the newest ``steps``, ``[steps]`` on the CPU."""
+        if storage.entry(key) is None:
             raise KeyError(
                 f"{key!r} is not stored: give in_key and reward_key, and have returns computed with "
                 f"EpisodeWriter(transform=DiscountedReturn(gamma))."
             )
-        if not isinstance(column, Tensor) or column.numel() != len(index):
+        column = storage.values(key, slice(-steps, None))
+        if not isinstance(column, Tensor) or column.numel() != steps:
             got = tuple(column.shape[1:]) if isinstance(column, Tensor) else "no dense tensor"
             raise ValueError(f"{key!r} must hold one number per step, got {got}.")
         return column.reshape(-1).cpu()

@@ -84,7 +84,7 @@ def test_padding_repeats_the_last_step_of_shorter_clips(
         steps = make.steps(row.exclude(MASK))
         assert steps[: len(clip)] == make.steps(clip)
         marks = {("next", "truncated"), ("next", "done"), ("burn_in",)}
-        marks |= {("is_init",), ("next", "is_init")}
+        marks |= {("is_init",), ("next", "is_init"), ("index",)}
         last = {key: leaf for key, leaf in steps[len(clip) - 1].items() if key not in marks}
         for step in steps[len(clip) :]:
             assert {key: leaf for key, leaf in step.items() if key not in marks} == last

@@ -1,4 +1,4 @@
-import gc
+import pickle
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -226,7 +226,7 @@ def test_a_strided_clip_by_hand():
         )
     )
     sample, info = rb.sample(2, return_info=True)
-    assert info["index"].tolist() == [[HANDLES, HANDLES + 3]]
+    assert rb.storage.places(info["index"]).tolist() == [[0, 3]]
     assert sample["observation"].tolist() == [[[0.0], [3.0]]]
     assert sample["next", "observation"].tolist() == [[[3.0], [6.0]]]
     assert sample["action"].tolist() == [[[0, 0, 1, -1, 2, -2], [3, -3, 4, -4, 5, -5]]]
@@ -489,8 +489,8 @@ def test_an_index_that_was_changed_is_read_as_it_is_now(make):
         index.fill_(given_)
         assert make.steps(rb.storage.get(index)) == [stored[2]] * 6
     index, _ = rb.sampler.sample(rb.storage, 6)
-    places = rb.storage.places(index)
-    assert make.steps(rb.storage.get(index.clone())) == [stored[i] for i in places.tolist()]
+    index.copy_(rb.storage.places(index))
+    assert make.steps(rb.storage.get(index)) == [stored[i] for i in index.tolist()]
 
 
 def test_a_selection_outlives_a_write(make):
@@ -534,13 +534,70 @@ def test_a_strided_selection_outlives_a_write(make, layout):
     assert make.steps(reads[0].reshape(-1)) == make.steps(reads[1].reshape(-1))
 
 
-def test_selections_that_are_not_read_are_forgotten(make):
+def test_few_selections_are_kept_that_are_not_read(make):
     rb = buffer(slice_len=3)
     rb.extend(make.vectors([9]))
+    indices = [rb.sampler.sample(rb.storage, 6)[0] for _ in range(50)]
+    assert len(rb.storage._selections) <= 8
+    for index in indices:
+        assert make.steps(rb.storage.get(index)) == make.steps(rb.storage.get(index))
+
+
+@pytest.mark.parametrize("layout", ["flat", "clips"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2},
+        {"strict_length": False, "pad_output": True},
+        {"span": True, "pad_output": True, "burn_in": 1},
+        {"truncated_key": None, "init_key": "begins"},
+    ],
+)
+def test_an_index_is_read_the_same_twice_copied_and_sent(make, layout, options, tmp_path):
+    rb = buffer(slice_len=3, layout=layout, **options)
+    data = make.vectors([2, 9, 7])
+    data["begins"] = torch.zeros(18, dtype=torch.uint8)
+    rb.extend(data)
     for _ in range(5):
-        rb.sampler.sample(rb.storage, 6)
-    gc.collect()
-    assert len(rb.storage._selections) == 0
+        index, _ = rb.sampler.sample(rb.storage, 12)
+        again, sent = index.clone(), pickle.loads(pickle.dumps(index))
+        first = rb.storage.get(index)
+        assert first.batch_size == index.shape
+        steps = make.steps(first.reshape(-1))
+        for each in (index, again, sent, index.numpy(), index.tolist()):
+            assert make.steps(rb.storage.get(each).reshape(-1)) == steps
+        flat = index.flatten()
+        some = torch.randperm(len(flat))
+        assert make.steps(rb.storage.get(flat[some])) == [steps[i] for i in some.tolist()]
+        assert make.steps(rb.storage.get(int(flat[-1]))[None]) == steps[-1:]
+        others = [pickle.loads(pickle.dumps(rb.storage)), EpisodeStorage(100), EpisodeStorage(100)]
+        others[1].load_state_dict(rb.storage.state_dict())
+        rb.storage.dumps(tmp_path)
+        others[2].loads(tmp_path)
+        for other in others:
+            assert make.steps(other.get(index).reshape(-1)) == steps
+
+
+def test_samples_of_different_marks_are_not_read_together(make):
+    rb = buffer(slice_len=3)
+    rb.extend(make.vectors([9]))
+    before = rb.storage.state_dict()
+    index, _ = rb.sampler.sample(rb.storage, 6)
+    unaware = EpisodeStorage(100)
+    unaware.load_state_dict(before)
+    with pytest.raises(IndexError, match="a sample of another storage"):
+        unaware.get(index)
+    other, _ = ClipSampler(slice_len=2, stride=2).sample(rb.storage, 4)
+    both = torch.cat([index, other])
+    with pytest.raises(IndexError, match="samples with different marks"):
+        rb.storage.get(both)
+    assert rb.storage.get(rb.storage.places(both)).batch_size == (10,)
+    rb.extend(make.vectors([70]))
+    for stride in range(3, 64):
+        ClipSampler(slice_len=1, stride=stride).sample(rb.storage, 1)
+    with pytest.raises(RuntimeError, match="mark clips in 63 ways"):
+        ClipSampler(slice_len=1, stride=64).sample(rb.storage, 1)
 
 
 def test_bad_arguments_are_refused():
@@ -609,6 +666,5 @@ def test_marks_are_in_the_sample_only(make, layout):
     for key in MARKS:
         sample[key].logical_not_()
     assert make.steps(rb[:]) == make.steps(data)
-    assert make.steps(rb[info["index"].flatten()]) == make.steps(
-        data[rb.storage.places(info["index"]).flatten()]
-    )
+    places = rb.storage.places(info["index"]).flatten()
+    assert make.steps(rb[places]) == make.steps(data[places])

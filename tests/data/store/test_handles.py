@@ -23,7 +23,7 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES, resolve_index
+from torchrl_mt.data._store.handles import HANDLES, numbers_of, resolve_index
 
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),
@@ -75,6 +75,7 @@ class Machine(RuleBasedStateMachine):
     def given_out(self, index, numbers):
         for handle, number in zip(index, numbers, strict=True):
             assert handle >= HANDLES
+            handle = HANDLES + numbers_of(handle)  # A sample's also tells of its clip.
             assert self.number_of.setdefault(handle, number) == number
 
     def leave(self):
@@ -235,8 +236,8 @@ def test_an_index_means_what_a_slow_reading_says(first, stored, given_):
     forms = (torch.tensor(index, dtype=torch.int64), np.array(index, dtype=np.int64), index)
     for form in forms:
         if all(0 <= place < stored for place in expected):
-            places, shape = resolve_index(form, first, stored)
-            assert (places.tolist(), shape) == (expected, torch.Size([len(index)]))
+            found = resolve_index(form, first, stored)
+            assert (found.places.tolist(), found.shape) == (expected, torch.Size([len(index)]))
         else:
             with pytest.raises(IndexError):
                 resolve_index(form, first, stored)
@@ -307,7 +308,7 @@ rb = ReplayBuffer(
 rb.loads({str(tmp_path / "checkpoint")!r})
 print(rb[torch.arange(7) + {HANDLES + 3}]["number"].tolist())
 sample, info = rb.sample(4, return_info=True)
-print((info["index"] - {HANDLES}).tolist() == sample["number"].tolist())
+print((rb.storage.places(info["index"]) + 3).tolist() == sample["number"].tolist())
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.split("\n")[:2] == [str(list(range(3, 10))), "True"], out.stderr

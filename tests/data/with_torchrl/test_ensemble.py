@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_padding_and_weights_are_told(make, sampler):
     assert ("priority_weight" in sample) == (sampler is PrioritizedClipSampler)
 
 
-def test_a_stride_over_what_is_no_tensor_is_refused(make):
+def test_texts_of_strided_clips_come_along(make):
     def turns(first_id):
         data = make.turns([6], first_id=first_id)  # one clip
         for k, step in enumerate(data.tensordicts):
@@ -106,9 +107,33 @@ def test_a_stride_over_what_is_no_tensor_is_refused(make):
 
     buffers = [buffer(turns(k), stride=2) for k in range(2)]
     mixed = ReplayBufferEnsemble(*buffers, batch_size=6, p=[0.5, 0.5])
-    with pytest.raises(ValueError, match=r"takes no \('next', 'answer'\) of clips with stride=2"):
-        mixed.sample()
-    assert buffers[0].sample(6)["next", "answer"][0] == "answer 1"
+    assert mixed.sample()["next", "answer"] == [["answer 1", "answer 3", "answer 5"]] * 2
+
+
+class Timed(ClipSampler):
+    """A sampler as users wrap it: it copies the index, and measures."""
+
+    def sample(self, *args, **kwargs):
+        start = time.perf_counter()
+        index, info = super().sample(*args, **kwargs)
+        self.seconds = time.perf_counter() - start
+        return index.clone(), info
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_wrapped_sampler_gives_the_same_clips(make, stride):
+    mixes = []
+    for cls in (ClipSampler, Timed):
+        buffers = [buffer(make.vectors([9, 7], seed=k), stride=stride) for k in range(2)]
+        for rb in buffers:
+            rb.set_sampler(cls(slice_len=3, stride=stride, init_key="episode"))
+        how = {"p": [0.5, 0.5], "generator": torch.Generator().manual_seed(0)}
+        mixes.append(ReplayBufferEnsemble(*buffers, batch_size=12, num_buffer_sampled=4, **how))
+    for _ in range(5):
+        expected, got = (mixed.sample() for mixed in mixes)
+        for a, b in zip(expected.unbind(0), got.unbind(0), strict=True):
+            assert make.steps(a) == make.steps(b)
+        assert got["next", "truncated"].squeeze(-1).tolist() == [[False, False, True]] * 4
 
 
 # ---- the page -----------------------------------------------------------------------------------

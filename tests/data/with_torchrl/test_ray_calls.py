@@ -171,6 +171,7 @@ def a_call(draw, pieces, known, folders):
         return lambda rb: rb.sample(size)
     if name == "priority" and known:
         index = draw.choice(known)  # Some of it may have been evicted.
+        index = draw.choice([index, index.clone(), index.flatten()[::2], index.reshape(1, -1)])
         values = torch.tensor([draw.random() for _ in range(index.numel())]).reshape(index.shape)
         return lambda rb: rb.update_priority(index, values)
     if name == "slice":

@@ -1,24 +1,90 @@
 """Indices of stored steps: handles, which stay with a step, or positions by age.
 
 Every step has a number: how many steps were ever stored before it. Its handle is ``HANDLES`` plus that
-number, and no other step ever has it. Smaller integers count the stored steps from the oldest.
+number, and no other step ever has it. The handle of a sampled step also tells its place in its clip, so
+that whoever reads it, reads the same. Smaller integers count the stored steps from the oldest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HANDLES", "integers", "resolve_index"]
+__all__ = [
+    "BURN_IN",
+    "END",
+    "HANDLES",
+    "KINDS",
+    "PADDING",
+    "START",
+    "Resolved",
+    "integers",
+    "kind_of",
+    "numbers_of",
+    "of_kind",
+    "resolve_index",
+]
 
 HANDLES = 1 << 52
 """The smallest handle: above every position by age, and exact as a float64."""
+_NUMBER = (1 << 42) - 1
+"""Bits of the step's number."""
+KINDS = 64
+"""How many kinds of marks a storage can tell apart; 0 stands for none."""
+_KIND_SHIFT = 42
+START = 1 << 48
+"""The step is the first of a sampled clip."""
+END = 1 << 49
+"""The step is the last of a sampled clip."""
+PADDING = 1 << 50
+"""The step repeats the last one of its clip."""
+BURN_IN = 1 << 51
+"""The step only warms up a recurrent state."""
 
 
-def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Size | None]:
+class Resolved(NamedTuple):
+    """An index of stored steps, resolved."""
+
+    places: Tensor
+    """int64 ``[n]`` on the CPU, positions by age in ``[0, stored)``."""
+    shape: torch.Size | None
+    """Shape of the index; None for a single step."""
+    given: Tensor
+    """int64 ``[n]`` on the CPU, the index."""
+
+
+def of_kind(kind: int) -> int:
+    """Return what is added to the handles of steps that are sampled with marks of this kind."""
+    return kind << _KIND_SHIFT
+
+
+def kind_of(given: Tensor) -> int:
+    """Return the kind of marks that these steps of samples have; 0 for other steps.
+
+    Raises:
+        IndexError: if they have different marks.
+    """
+    if not given.numel() or int(given.max()) < HANDLES:
+        return 0
+    kinds = (torch.where(given >= HANDLES, given, 0) >> _KIND_SHIFT) & (KINDS - 1)
+    kind = int(kinds[0])
+    if bool((kinds != kind).any()):
+        raise IndexError(
+            "index has steps of samples with different marks (other keys, stride, padding or burn-in): "
+            "read those of each sample by themselves, or all without marks, at storage.places(index)."
+        )
+    return kind
+
+
+def numbers_of(handles: Any) -> Any:
+    """Return the numbers of steps by their handles, whatever else those tell."""
+    return handles & _NUMBER
+
+
+def resolve_index(index: Any, first: int, stored: int) -> Resolved:
     """Resolve an index to positions by age.
 
     Args:
@@ -27,24 +93,19 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
         first: number of the oldest stored step.
         stored: number of stored steps.
 
-    Returns:
-        int64 ``[n]`` on the CPU, positions in ``[0, stored)``; and the shape of the index, None for a
-        single step.
-
     Raises:
         TypeError: if ``index`` is none of these.
         IndexError: if a step is not stored (any more), or a mask has another shape.
 
     Examples:
-        >>> resolve_index([-1, 0, HANDLES + 12], 10, 5)
-        (tensor([4, 0, 2]), torch.Size([3]))
+        >>> resolve_index([-1, 0, HANDLES + 12], 10, 5).places
+        tensor([4, 0, 2])
     """
     if isinstance(index, slice):
         part = range(*index.indices(stored))
-        if not part:
-            return torch.zeros(0, dtype=torch.int64, device="cpu"), torch.Size([0])
         stop = part.start + len(part) * part.step
-        return torch.arange(part.start, stop, part.step, device="cpu"), torch.Size([len(part)])
+        places = torch.arange(part.start, stop, part.step, device="cpu")
+        return Resolved(places, places.shape, places)
     if index is None or index is Ellipsis or isinstance(index, (str, tuple)):
         raise TypeError(f"index must be an int, a slice, a mask or integers, got {index!r}.")
     if isinstance(index, range):
@@ -58,7 +119,7 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
     places = given
     if given.numel() and int(given.max()) >= HANDLES:
         is_handle = given >= HANDLES
-        places = torch.where(is_handle, given - (HANDLES + first), given)
+        places = torch.where(is_handle, numbers_of(given) - first, given)
         gone = is_handle & ((places < 0) | (places >= stored))
         if bool(gone.any()):
             raise IndexError(
@@ -72,7 +133,7 @@ def resolve_index(index: Any, first: int, stored: int) -> tuple[Tensor, torch.Si
             f"from {int(places.min())} to {int(places.max())}."
         )
     places = torch.where(places < 0, places + stored, places)
-    return places, wanted.shape if wanted.ndim else None
+    return Resolved(places, wanted.shape if wanted.ndim else None, given)
 
 
 def integers(values: Tensor, name: str) -> Tensor:

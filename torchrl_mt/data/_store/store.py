@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from torchrl_mt.data._store.clip_marks import ClipMarks
 from torchrl_mt.data._store.columns.columns import (
     Change,
     DenseColumn,
@@ -36,6 +37,7 @@ from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.files.column_files import Part, SavedColumn
+from torchrl_mt.data._store.handles import KINDS
 from torchrl_mt.data._store.plain import plain_schema, schema_from
 from torchrl_mt.data._store.ring import Blocks, Moves, Ring, runs
 from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry, Schema
@@ -98,6 +100,26 @@ class EpisodeStore:
         self.columns: dict[Path, StoredColumn] = {}
         self.table = EpisodeTable()
         self._rows = _RingRows(Ring(0))
+        self._marks: list[ClipMarks | None] = [None]
+        """How sampled clips are marked, by the kind that their handles tell."""
+
+    def kind_for(self, marks: ClipMarks | None) -> int:
+        """Return the kind by which handles tell these marks; ``RuntimeError`` if there are too many."""
+        if marks in self._marks:
+            return self._marks.index(marks)
+        if len(self._marks) == KINDS:
+            raise RuntimeError(
+                f"the samplers of one EpisodeStorage may mark clips in {KINDS - 1} ways (keys, stride, "
+                f"padding, burn-in), and these are more."
+            )
+        self._marks.append(marks)
+        return len(self._marks) - 1
+
+    def marks_of(self, kind: int) -> ClipMarks | None:
+        """Return the marks of a kind; ``IndexError`` if no sampler of this store used them."""
+        if kind >= len(self._marks):
+            raise IndexError("index has steps of a sample of another storage.")
+        return self._marks[kind]
 
     @property
     def nbytes(self) -> int:
@@ -205,6 +227,7 @@ class EpisodeStore:
                 "max_episodes": self.max_episodes,
             },
             "share_next": self.share_next,
+            "marks": [astuple(marks) for marks in self._marks if marks is not None],
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,8 +291,9 @@ class EpisodeStore:
         """Restore the saved ordinals of episodes, their metadata and the numbers of steps."""
         oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
         self.table.renumber(oldest, first, state["renumbered"])
-        # Earlier versions saved no metadata.
+        # Earlier versions saved no metadata and no marks.
         self.table.restore_metadata(state.get("metadata", {}))
+        self._marks += [ClipMarks(*marks) for marks in state.get("marks", ())]
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
         """Count the oldest saved episodes that exceed the budgets; ``ValueError`` if all do."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt._hosts.torchrl import ConstructorSignature, is_called_by_ensemble
+from torchrl_mt._hosts.torchrl import ConstructorSignature
 from torchrl_mt.checks import check_choice, check_positive_integer
-from torchrl_mt.data._store.selection import Selection
-from torchrl_mt.data._store.steps import Steps, name_of, path_of
+from torchrl_mt.data._store.clip_marks import clip_marks
+from torchrl_mt.data._store.selection import Clips
+from torchrl_mt.data._store.strides import check_strides
 from torchrl_mt.data._store.table import Choice, EpisodeTable, Unit, search
 from torchrl_mt.data.checkpoint import SavesState
-from torchrl_mt.data.samplers.clip_marks import ClipMarks, Cut
 from torchrl_mt.data.samplers.draws import (
     draw_integers,
     draw_uniform,
@@ -26,7 +25,6 @@ from torchrl_mt.data.samplers.draws import (
     require_episodes,
 )
 from torchrl_mt.data.samplers.selectors import Selector, check_selector, check_step, choose_clips
-from torchrl_mt.data.samplers.strides import check_strides, is_strided
 from torchrl_mt.data.storage import EpisodeStorage
 
 __all__ = ["ClipSampler"]
@@ -47,7 +45,7 @@ class ClipSampler(SavesState, Sampler):
             ``slice_len * K`` stored steps. Entries are those of the first of the ``K`` steps and,
             under ``"next"``, of the last. ``action`` is the concatenation of all ``K`` (``[K * A]``
             for ``[A]``), ``("next", "reward")`` their sum, and a done flag is true if one of the
-            ``K`` is. The sample's ``index`` is that of the first step. ``("next", "return")`` is the
+            ``K`` is. The sample's ``index`` has the first of them. ``("next", "return")`` is the
             last step's too: to learn from returns, store them outside ``"next"``, with
             ``DiscountedReturn(gamma, out_key="return")``.
         strict_length: False samples an episode shorter than a clip whole, so that a sample may have
@@ -164,8 +162,6 @@ class ClipSampler(SavesState, Sampler):
         self.layout = layout
         self.truncated_key = truncated_key
         self.init_key = init_key
-        init_keys = [] if init_key is None else [init_key, ("next", *path_of(init_key))]
-        self._marks = ClipMarks(truncated_key, init_keys, burn_in)
         self._least = 1 if strict_length else stride
         """Fewest stored steps of an episode that is sampled whole."""
         self._step = 0
@@ -198,8 +194,7 @@ class ClipSampler(SavesState, Sampler):
 
         Returns:
             int64 ``[batch_size]`` handles of the steps (``[num_slices, slice_len]`` with
-            ``layout="clips"``), and an empty ``info``: reading the handles adds the marks. A
-            ``SamplerEnsemble``, which reads copies of them, finds the marks in ``info``.
+            ``layout="clips"``), and an empty ``info``. The handles tell the marks to whoever reads them.
 
         Raises:
             TypeError: if ``storage`` is another kind of storage, or ``selector`` returns no tensor.
@@ -218,24 +213,13 @@ class ClipSampler(SavesState, Sampler):
             if self.stride > 1 and storage.schema is not None:
                 check_strides(storage.schema.entries)
             episodes, offsets = self._draw(storage, num_slices, clips, step)
-            if self.strict_length and not any(self.span):
-                cut = Cut(offsets, slice_len)
-            else:
-                cut = self._cut(storage.table, episodes, offsets, slice_len)
-            index, selection = storage.select(
-                episodes,
-                cut.offsets,
-                cut.spans,
-                stride=self.stride,
-                rectangular=self.layout == "clips",
-                padded_to=cut.width,
-                mark=partial(self._marks.mark, cut, storage.device),
+            cut = self._cut(storage.table, episodes, offsets, slice_len)
+            marks = clip_marks(
+                self.truncated_key, self.init_key, self.stride, self.pad_output, self.burn_in > 0
             )
+            index = storage.select(cut, marks=marks, rectangular=self.layout == "clips")
             self._step = step + 1
-            info = self._info(storage, episodes, cut, index)
-            if is_called_by_ensemble():
-                info |= self._changed(storage, selection, cut)
-            return index, info
+            return index, self._info(storage, cut, index)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a clip of the length that ``batch_size`` asks for is stored."""
@@ -269,16 +253,19 @@ class ClipSampler(SavesState, Sampler):
 
     def _cut(
         self, table: EpisodeTable, episodes: np.ndarray, offsets: np.ndarray, slice_len: int
-    ) -> Cut:
+    ) -> Clips:
         """Cut drawn clips to the steps inside their episodes."""
+        if self.strict_length and not any(self.span):
+            return Clips(episodes, offsets, slice_len, burn_in=self.burn_in)
         held = table.lengths.numpy()[episodes]
         spans = np.minimum(held // self.stride, slice_len)
         if any(self.span):
             stops = np.minimum(offsets + spans, held)
             offsets = np.maximum(offsets, 0)
             spans = stops - offsets
-        same = (spans == slice_len).all()
-        return Cut(offsets, slice_len if same else spans, slice_len if self.pad_output else None)
+        same = bool((spans == slice_len).all())
+        width = slice_len if self.pad_output else None
+        return Clips(episodes, offsets, slice_len if same else spans, width, self.burn_in)
 
     def _draw(
         self, storage: EpisodeStorage, num: int, clips: Choice, step: int
@@ -306,28 +293,9 @@ class ClipSampler(SavesState, Sampler):
             offsets = offsets - np.minimum(outside, clips.beyond[0])
         return episodes, offsets
 
-    def _info(
-        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
-    ) -> dict[Any, Any]:
+    def _info(self, storage: EpisodeStorage, clips: Clips, index: Tensor) -> dict[Any, Any]:
         """Return the sample's ``info``."""
         return {}
-
-    def _changed(self, storage: EpisodeStorage, selection: Selection, cut: Cut) -> dict[Any, Any]:
-        """Read the entries of a sample that are not those stored under its handles."""
-        paths = self._marks.paths
-        if self.stride > 1 and storage.schema is not None:
-            paths = [*paths, *filter(is_strided, storage.schema.entries)]
-        read = {path: storage.read_selected(selection, path) for path in paths}
-        steps = Steps(len(selection.plan), {p: c for p, c in read.items() if c is not None})
-        self._marks.mark(cut, storage.device, steps)
-        for path, column in steps.columns.items():
-            if not isinstance(column, Tensor):
-                raise ValueError(
-                    f"a ReplayBufferEnsemble takes no {name_of(path)} of clips with stride="
-                    f"{self.stride}, since it is no tensor of one shape per step: use stride=1, or "
-                    f"sample the buffers one by one."
-                )
-        return {unravel_key(path): column for path, column in steps.columns.items()}
 
     def _units(self, storage: EpisodeStorage, choice: Choice) -> tuple[np.ndarray, int]:
         """Count the units before each episode and in all; ``RuntimeError`` if there are none."""

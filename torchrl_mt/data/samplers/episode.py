@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt._hosts.torchrl import ConstructorSignature
 from torchrl_mt.checks import check_positive_integer
+from torchrl_mt.data._store.selection import Clips
 from torchrl_mt.data.checkpoint import SavesState
 from torchrl_mt.data.samplers.draws import (
     draw_integers,
@@ -146,8 +147,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             lengths = storage.table.lengths[episodes].numpy()
             same = (lengths == lengths[0]).all()
             spans = int(lengths[0]) if same else lengths
-            index, _ = storage.select(episodes.numpy(), 0, spans)
-            return index, {}
+            return storage.select(Clips(episodes.numpy(), 0, spans)), {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether an episode, or a group of ``group_size``, is stored and not used up."""

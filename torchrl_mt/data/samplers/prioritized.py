@@ -6,11 +6,9 @@ A priority belongs to the clip that begins at a step and stays with it, whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, Literal
-from weakref import ref
 
 import numpy as np
 import torch
@@ -21,17 +19,17 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.checks import check_choice, check_positive_integer
 from torchrl_mt.data._store.columns.memory import to_device
-from torchrl_mt.data._store.handles import HANDLES
+from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
+from torchrl_mt.data._store.selection import Clips
 from torchrl_mt.data._store.table import Choice
 from torchrl_mt.data.samplers.clip import ClipSampler
-from torchrl_mt.data.samplers.clip_marks import Cut
 from torchrl_mt.data.samplers.draws import episode_storage
 from torchrl_mt.data.samplers.priorities.clip_priorities import ClipPriorities
 from torchrl_mt.data.samplers.priorities.updates import (
     check_index,
     check_priority,
-    clips_of,
     reduce_by_clip,
+    reduce_rows,
 )
 from torchrl_mt.data.storage import EpisodeStorage
 
@@ -159,7 +157,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             within=max_priority_within_buffer,
         )
         self._storage: EpisodeStorage | None = None
-        self._just_written: ref[Tensor] | None = None
         self.dropped = 0
         """Number of priorities that were given for evicted steps."""
 
@@ -206,13 +203,10 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         return self._priorities.default
 
     def add(self, index: Any) -> None:
-        """Note a write; the replay buffer calls this."""
-        if isinstance(index, Tensor):
-            self.extend(index)
+        """Do nothing: new steps are found when sampling."""
 
     def extend(self, index: Tensor) -> None:
-        """Note a write, whose priorities may follow at once; the replay buffer calls this."""
-        self._just_written = ref(index) if isinstance(index, Tensor) else None
+        """Do nothing: new steps are found when sampling."""
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Do nothing: new steps are found when sampling."""
@@ -228,14 +222,12 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         numbers = self._priorities.ring.draw(num, self._rng)
         return storage.table.find(numbers.numpy() - storage.table.first)
 
-    def _info(
-        self, storage: EpisodeStorage, episodes: np.ndarray, cut: Cut, index: Tensor
-    ) -> dict[Any, Any]:
+    def _info(self, storage: EpisodeStorage, clips: Clips, index: Tensor) -> dict[Any, Any]:
         """Return the importance weights."""
-        numbers, _ = storage.table.places(episodes, cut.offsets)
+        numbers, _ = storage.table.places(clips.episodes, clips.offsets)
         weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
-        steps = torch.from_numpy(weight.numpy().repeat(cut.width or cut.spans))
-        return {"priority_weight": to_device(steps.view(index.shape), index.device)}
+        steps = torch.from_numpy(weight.numpy().repeat(clips.widths))
+        return {"priority_weight": to_device(steps.view(index.shape), storage.device)}
 
     # ---- priorities -----------------------------------------------------------------------------
 
@@ -243,23 +235,21 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Set the priorities of clips.
 
-        - Handles of all steps of a clip, in order (a sample, a part or copy of one), stand for that
-          clip. Their priorities are reduced to one by ``reduction``.
-        - Any other handle stands for the clip that begins at its step. So does every handle of an
-          index ``[n, 1]``, of a column such as ``index[:, 0]`` (TorchRL makes it of a sample
-          ``[n, slice_len]``), and of the index of a write in whose data a
-          ``TensorDictReplayBuffer`` finds priorities.
-        - Integers below ``HANDLES`` stand for the clips that begin at these steps by age; ``-1``
-          stands for none.
+        - Each element of an index ``[N]`` stands for the clip that begins at its step, as in TorchRL. So
+          a flat sample with a priority per step sets those of the clips that begin at each of them.
+        - Each row of an index ``[n, L]``, such as that of a sample with ``layout="clips"``, stands for
+          the clip that begins at its first step. Priorities ``[n, L]`` are reduced to one per row by
+          ``reduction``, without padding. For a flat sample of clips of one length, give
+          ``index.view(n, -1)``.
 
         Several priorities for one clip are reduced too. Priorities for evicted steps are dropped and
-        counted in ``dropped``. A priority for a step at which no clip begins is kept for clips of
-        another length.
+        counted in ``dropped``. Those for padding and for negative integers are left out. A priority
+        for a step at which no clip begins is kept for clips of another length.
 
         Args:
-            index: integers of any shape.
-            priority: numbers of at least 0: one per element of ``index``, one for all, or one per row
-                of ``index``.
+            index: handles, or positions by age (0 is the oldest stored step), of any shape; more than
+                two dimensions count as rows of the last one.
+            priority: numbers of at least 0: one per element of ``index``, one per row, or one for all.
             storage: the storage; by default the one that was last used.
 
         Raises:
@@ -269,116 +259,25 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         """
         held = episode_storage(self._storage if storage is None else storage, self)
         index = check_index(index)
-        priority = check_priority(priority, index, self.dtype)
-        if priority.numel() != index.numel():
-            while index.ndim > 1:
-                index = index[..., 0]
-        elif self.pad_output:
-            index, priority = self._without_padding(index, priority)
+        values = check_priority(priority, index, self.dtype)
+        rows = index.cpu().reshape(-1, index.shape[-1] if index.ndim > 1 else 1).numpy()
+        if values.shape[0] != rows.shape[0]:
+            values = reduce_rows(values.view(rows.shape), rows & PADDING != 0, self.reduction)
+        steps = rows[:, 0]
+        is_handle, is_meant = steps >= HANDLES, steps & PADDING == 0  # Those of -1 are set too.
         with held.lock:
             self._follow(held)
-            whole = self._of_whole_clips(index, priority, held)
-            if whole is None:
-                self._check_known(index, held)
-            clips, values = whole or self._by_clip(index, priority, held)
-            clips, values = reduce_by_clip(clips, values, self.reduction)
-            self._priorities.update(held, clips, values, are_clips=whole is not None)
-
-    def _check_known(self, index: Tensor, storage: EpisodeStorage) -> None:
-        """Refuse steps that were never stored."""
-        if not index.numel() or (index.min() >= HANDLES and index.max() < self._end(storage)):
-            return
-        stored, end = len(storage), self._end(storage)
-        unknown = (index >= end) | ((index < HANDLES) & (index >= stored))
-        if bool(unknown.any()):
-            raise IndexError(
-                f"index must be below {stored}, the number of stored steps, or the handle of one, "
-                f"below {end}; got {int(index[unknown].flatten()[0])}."
-            )
-
-    @staticmethod
-    def _end(storage: EpisodeStorage) -> int:
-        """Handle of the next step to be stored."""
-        return HANDLES + storage.table.end
-
-    def _is_written(self, index: Tensor) -> bool:
-        """Whether ``index`` is the very index that the last write returned."""
-        return self._just_written is not None and self._just_written() is index
-
-    def _of_whole_clips(
-        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
-    ) -> tuple[Tensor, Tensor] | None:
-        """Do as :meth:`_by_clip`, but faster, if ``index`` is whole clips of ``slice_len`` steps.
-
-        Returns None otherwise.
-        """
-        first, span = storage.table.first, self._priorities.span
-        if span is None or self.reduction not in _OF_REDUCED or self._is_written(index):
-            return None
-        slice_len = span // self.stride
-        if slice_len < 2 or not index.numel() or index.numel() % slice_len or _is_column(index):
-            return None
-        steps = index.reshape(-1).cpu().numpy() - HANDLES
-        goes_on = steps[1:] - steps[:-1] == self.stride
-        goes_on[slice_len - 1 :: slice_len] = True
-        numbers, last = steps[::slice_len], steps[slice_len - 1 :: slice_len]
-        table, here = storage.table, numbers >= first
-        if not goes_on.all() or numbers.min() < 0 or last.max() >= table.end:
-            return None
-        if (here != (last >= first)).any():
-            return None
-        clips = numbers[here]
-        episodes, offsets = table.find(clips - first)
-        if (offsets + span > table.lengths.numpy()[episodes]).any():
-            return None
-        self.dropped += slice_len * (len(here) - len(clips))
-        # NumPy reduces long rows much faster than short ones.
-        values = np.ascontiguousarray(priority.numpy().reshape(-1, slice_len).T)
-        return torch.from_numpy(clips), torch.from_numpy(
-            _OF_REDUCED[self.reduction](values, 0)[here]
-        )
-
-    def _without_padding(self, index: Tensor, priority: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove padding, which repeats a clip's last step, from an index and its priorities."""
-        span = self._priorities.span
-        if span is None or index.numel() % (span // self.stride):
-            return index, priority
-        rows = index.reshape(-1, span // self.stride)
-        steps = torch.ones_like(rows, dtype=torch.bool)
-        steps[:, 1:] = rows[:, 1:] != rows[:, :-1]
-        if bool(steps.all()):
-            return index, priority
-        return rows[steps], priority.view_as(rows)[steps.cpu()]
-
-    def _by_clip(
-        self, index: Tensor, priority: Tensor, storage: EpisodeStorage
-    ) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the stored clips that ``index`` stands for, and their priorities."""
-        first, span = storage.table.first, self._priorities.span
-        given = index.flatten().cpu()
-        is_handle = given >= HANDLES
-        numbers = torch.where(is_handle, given - HANDLES, given + first)
-        here = (given >= 0) & (numbers >= first)
-        self.dropped += int((is_handle & ~here).sum())
-        singly = _is_column(index) or not bool(is_handle[here].all())
-        if singly or span is None or self._is_written(index):
-            return numbers[here], priority[here]
-        entries = torch.ones_like(numbers)
-        entries[here] = self._entries(numbers[here], storage)
-        return clips_of(numbers, entries, self.stride)[here], priority[here]
-
-    def _entries(self, numbers: Tensor, storage: EpisodeStorage) -> Tensor:
-        """Return the sampled length of the clip that begins at each step; 1 if none does."""
-        span = self._priorities.span
-        assert span is not None
-        found = storage.table.find(numbers.numpy() - storage.table.first)
-        episodes, offsets = map(torch.from_numpy, found)
-        lengths = storage.table.lengths[episodes]
-        entries = torch.where(offsets + span <= lengths, span // self.stride, 1)
-        if self.strict_length:
-            return entries
-        whole = (offsets == 0) & (lengths < span)
-        return torch.where(whole, lengths // self.stride, entries).clamp_min(1)
+            first, stored = held.table.first, held.table.num_steps
+            numbers = np.where(is_handle, numbers_of(steps), steps + first)
+            for step in steps[is_meant & (numbers >= first + stored)].tolist():
+                raise IndexError(
+                    f"index must be below {stored}, the number of stored steps, or the handle of one, "
+                    f"below {HANDLES + first + stored}; got {step}."
+                )
+            here = is_meant & (numbers >= first)
+            self.dropped += int((is_meant & ~here).sum())
+            at, of = torch.from_numpy(numbers[here]), values[torch.from_numpy(here)]
+            self._priorities.update(held, *reduce_by_clip(at, of, self.reduction))
 
     def _follow(self, storage: EpisodeStorage, span: int | None = None) -> None:
         """Update the priorities to what is stored."""
@@ -414,7 +313,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         with self._locked():
             # Copied under the lock, as pickling happens after it is released.
             state = super().__getstate__() | {"_priorities": copy(self._priorities)}
-        return state | {"_storage": None, "_just_written": None}
+        return state | {"_storage": None}
 
     def _locked(self) -> AbstractContextManager[Any]:
         """Return the storage's lock; no lock before there is a storage."""
@@ -427,21 +326,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
             f"reduction={self.reduction!r})"
         )
-
-
-_OF_REDUCED: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "max": np.max,
-    "min": np.min,
-    "mean": np.mean,
-}
-"""Reductions of all values that can be made of the reductions of equal parts."""
-
-
-def _is_column(index: Tensor) -> bool:
-    """Whether an index is a column with one step per row: ``[n, 1]``, or sliced from ``[n, m]``."""
-    if index.ndim > 1:
-        return index.shape[-1] == 1
-    return index.numel() > 1 and index.stride(0) != 1
 
 
 def _not_negative(name: str, value: Any) -> float:

@@ -115,19 +115,16 @@ class ClipPriorities:
             ring.admit(end, float(priority), float(self._weigh(priority)))
             ring.open(self._clips(storage, known, end))
 
-    def update(
-        self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor, *, are_clips: bool = False
-    ) -> None:
+    def update(self, storage: EpisodeStorage, numbers: Tensor, priority: Tensor) -> None:
         """Set the priorities of clips.
 
         Args:
             storage: the followed storage.
             numbers: int64 ``[n]``, numbers of stored steps, all different.
             priority: ``[n]``, of ``dtype``.
-            are_clips: True if a clip is known to begin at each step.
         """
         if numbers.shape[0]:
-            is_clip = None if are_clips else self._is_clip(storage, numbers)
+            is_clip = self._is_clip(storage, numbers)
             self.ring.set(numbers, priority, self._weigh(priority), is_clip)
             self._largest = max(self._largest, float(priority.numpy().max()))
 

@@ -12,43 +12,12 @@ from torch import Tensor
 from torchrl_mt.checks import as_tensor
 from torchrl_mt.data._store.handles import integers
 
-__all__ = ["check_index", "check_priority", "clips_of", "reduce_by_clip"]
+__all__ = ["check_index", "check_priority", "reduce_by_clip", "reduce_rows"]
 
 
 def check_index(index: Any) -> Tensor:
     """Return the index as an int64 tensor, without a copy if it is one."""
     return integers(as_tensor("index", index), "index")
-
-
-def clips_of(numbers: Tensor, entries: Tensor, stride: int) -> Tensor:
-    """Return the clip that each step stands for, as the number of its first step.
-
-    All steps of a clip in a row stand for that clip; any other step stands for the clip that begins
-    at it.
-
-    Args:
-        numbers: int64 ``[N]``, numbers of the steps.
-        entries: int64 ``[N]``, number of sampled steps of the clip that begins at each, at least 1.
-        stride: stored steps from one step of a clip to the next.
-
-    Returns:
-        int64 ``[N]``.
-
-    Examples:
-        >>> clips_of(torch.tensor([3, 4, 5, 8, 7, 8, 9]), torch.full((7,), 3), stride=1)
-        tensor([3, 3, 3, 8, 7, 7, 7])
-    """
-    goes_on = (numbers[1:] - numbers[:-1]).eq(stride).tolist()
-    needed, clips = entries.tolist(), numbers.tolist()
-    run_ends = [len(clips)] * len(clips)
-    for i in range(len(clips) - 2, -1, -1):
-        run_ends[i] = run_ends[i + 1] if goes_on[i] else i + 1
-    i = 0
-    while i < len(clips):
-        step = needed[i] if run_ends[i] - i >= needed[i] else 1
-        clips[i : i + step] = [clips[i]] * step
-        i += step
-    return torch.tensor(clips, dtype=torch.int64, device="cpu")
 
 
 def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,6 +59,29 @@ def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
         f"priority must be one number, or one for each element of index: got priority of shape "
         f"{tuple(values.shape)} for index of shape {tuple(index.shape)}."
     )
+
+
+def reduce_rows(values: Tensor, left_out: np.ndarray, reduction: str) -> Tensor:
+    """Reduce each row to one value.
+
+    Args:
+        values: floating point ``[n, L]``.
+        left_out: bool ``[n, L]``, true for values that do not count.
+        reduction: as for :func:`reduce_by_clip`.
+
+    Returns:
+        floating point ``[n]``.
+
+    Examples:
+        >>> reduce_rows(torch.tensor([[1.0, 3.0, 9.0]]), np.array([[False, False, True]]), "mean")
+        tensor([2.])
+    """
+    counted = values.masked_fill(torch.from_numpy(left_out), math.nan) if left_out.any() else values
+    if reduction in ("mean", "median"):
+        return counted.nanmean(1) if reduction == "mean" else counted.nanmedian(1).values
+    reduce = np.fmax.reduce if reduction == "max" else np.fmin.reduce
+    # NumPy reduces long rows much faster than short ones.
+    return torch.from_numpy(reduce(np.ascontiguousarray(counted.numpy().T)))
 
 
 def reduce_by_clip(clips: Tensor, values: Tensor, reduction: str) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torchrl_mt.data._store.columns.columns import StoredColumn
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.steps import Column, Path, name_of
 
-__all__ = ["StridePlan", "check_strides", "is_joined", "is_strided", "join"]
+__all__ = ["StridePlan", "check_strides", "is_joined", "join"]
 
 _FLAGS = ("done", "terminated", "truncated")
 
@@ -29,11 +29,6 @@ def check_strides(entries: Mapping[Path, Any]) -> None:
                 f"stride joins {name_of(path)} over several steps and needs a tensor of one shape "
                 f"per step, got a {entry.kind} entry: use stride=1, or store it otherwise."
             )
-
-
-def is_strided(path: Path) -> bool:
-    """Whether the entry of ``K`` steps is another than that of the first of them."""
-    return path[0] == "next" or is_joined(path)
 
 
 class StridePlan:
