@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,6 +17,8 @@ from torch import Tensor
 
 LOG_PROB_ROUNDING = 0.5
 """Largest log-probability that is not refused: half precision may round one above 0."""
+_SIMILARITY = 0.7
+"""Cutoff of ``difflib``: one letter missing, doubled or changed, or two swapped, in a key of data."""
 
 
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> None:
@@ -203,3 +206,92 @@ def import_extra(module: str, extra: str) -> Any:
         raise ImportError(
             f"this needs the package {error.name or module}: pip install 'torchrl-mt[{extra}]'."
         ) from error
+
+
+def refuse_misspelt_keys(data: Mapping[str, Any], accepted: Sequence[str]) -> None:
+    """Refuse a key that is close to an accepted key which the data lacks; others may be labels or ids.
+
+    Args:
+        data: an episode's data.
+        accepted: keys that the environment reads.
+
+    Raises:
+        ValueError: names such a key and the accepted ones.
+
+    Examples:
+        >>> refuse_misspelt_keys({"number": 7, "numbers": 16, "label": 3}, ["number", "seed"])
+        >>> refuse_misspelt_keys({"nubmer": 7}, ["number", "seed"])
+        Traceback (most recent call last):
+            ...
+        ValueError: data has 'nubmer', nearly 'number': the keys that are read are 'number', 'seed'.
+    """
+    missing = [name for name in accepted if name not in data]
+    for key in data:
+        if isinstance(key, str) and key not in accepted:
+            for meant in get_close_matches(key.lower(), missing, n=1, cutoff=_SIMILARITY):
+                raise ValueError(
+                    f"data has {key!r}, nearly {meant!r}: the keys that are read are "
+                    f"{', '.join(map(repr, accepted))}."
+                )
+
+
+def as_number(reward: Any) -> float:
+    """Convert a reward to a float; infinite if it is too large for one.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: if ``float(reward)`` raises it.
+
+    Examples:
+        >>> as_number(torch.tensor([2])), as_number(-(10**400))
+        (2.0, -inf)
+    """
+    try:
+        return float(reward)
+    except OverflowError:
+        return math.inf if reward > 0 else -math.inf
+
+
+def check_token_ids(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
+    """Convert a sequence of token ids to a list of integers.
+
+    Raises:
+        TypeError: if ``tokens`` is no flat sequence of integers.
+    """
+    # An array would read bytes as raw memory, and rows of one token each as numbers.
+    if not isinstance(tokens, (bytes, bytearray)) and getattr(tokens, "ndim", 1) == 1:
+        try:
+            # An array accepts only integers, and is faster than a loop.
+            return array("q", tokens).tolist()
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(
+        f"{name} must be a flat sequence of token ids, got {_instead_of_tokens(tokens)}."
+    )
+
+
+def _instead_of_tokens(tokens: Any) -> str:
+    """The type that came instead of token ids, and how to fix it."""
+    came = type(tokens).__name__
+    if isinstance(tokens, Mapping):
+        return f"{came}: of a tokenizer's output take ['input_ids']"
+    if isinstance(tokens, (str, bytes, bytearray)):
+        return f"{came}: tokenize it first"
+    if getattr(tokens, "ndim", 1) > 1:
+        return f"{came} of shape {list(tokens.shape)}: take one row of it"
+    if isinstance(tokens, Sequence):
+        for entry in tokens:
+            if isinstance(entry, Sequence) and not isinstance(entry, (str, bytes, bytearray)):
+                return f"{came} of {type(entry).__name__}: take one row of it"
+            if not isinstance(entry, Integral):
+                return f"{came} of {_instead_of_tokens(entry)}"
+    return came
+
+
+def is_finite(reward: float) -> bool:
+    """Whether a reward is finite as float32, the dtype of batches.
+
+    Examples:
+        >>> [is_finite(reward) for reward in (-2.5, float("nan"), 3.4028235e38, 1e39)]
+        [True, False, True, False]
+    """
+    return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -19,9 +19,11 @@ __all__ = [
     "WatchedThread",
     "call_in_thread",
     "call_user",
+    "close_env",
     "settle",
     "start_daemon",
     "when_forgotten",
+    "within",
 ]
 
 _T = TypeVar("_T")
@@ -171,3 +173,50 @@ class WatchedThread(threading.Thread):
             if not self._is_expected():
                 self.error = error
                 _logger.warning("the thread %s has ended.", self.name, exc_info=error)
+
+
+async def within(
+    work: Coroutine[Any, Any, _T],
+    seconds: float | None,
+    error: Exception,
+    *,
+    time_is_up: Callable[[], object] | None = None,
+) -> _T:
+    """Await a coroutine for at most ``seconds``; without a limit if ``None``.
+
+    On a timeout, ``time_is_up`` is called before the coroutine is cancelled. The coroutine runs in its
+    own task, so that its own cancellations and timeouts are not taken for ours.
+
+    Raises:
+        Exception: ``error``, on a timeout.
+    """
+    if seconds is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    # Retrieve errors after a timeout, or asyncio logs them.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+        if time_is_up is not None:
+            time_is_up()
+        raise error
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def close_env(env: Any) -> None:
+    """Close an environment of any class that can be closed; an error is logged. Call it in a thread."""
+
+    async def wait_for(closing: Awaitable[Any]) -> None:
+        await closing
+
+    try:
+        closing = env.close() if callable(getattr(env, "close", None)) else None
+        if inspect.isawaitable(closing):
+            asyncio.run(wait_for(closing))
+    except BaseException as error:
+        _logger.warning("closing %s failed.", type(env).__name__, exc_info=error)

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import few_or_many
 from torchrl_mt.agents import export_interactions
+from torchrl_mt.bridges.areal import read_result
 from torchrl_mt.collectors import (
     Episode,
     MultiTurnCollector,
@@ -19,7 +20,6 @@ from torchrl_mt.collectors import (
     Turn,
     episodes_to_tensordict,
 )
-from torchrl_mt.collectors.areal_result import read_areal_result
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
@@ -143,7 +143,7 @@ def test_branches_that_share_nothing_are_the_rows_of_the_episode(examples):
         rows = MergeTurns()(episodes_to_tensordict([episode]))
         found = []
         for branch in export_interactions(episode, style="concat").values():
-            read = read_areal_result(branch.to_tensor_dict(), [], version=0)
+            read = read_result(branch.to_tensor_dict(), [], version=0)
             part = Episode(None, 0, 0, read, StopReason.DONE)
             found += [MergeTurns()(episodes_to_tensordict([part]))]
         assert sorted(lists(rows, keys)) == sorted(

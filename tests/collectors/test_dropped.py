@@ -10,15 +10,11 @@ import weakref
 import psutil
 import pytest
 
+from tests.bridges.cua_bench.loops import Scripted, play
 from tests.collectors.distributed.played import SeededEngine, Talk, items
-from tests.collectors.loops import Scripted, play
 from tests.waiting import wait_until
-from torchrl_mt.collectors import (
-    MultiProcessCollector,
-    MultiTurnCollector,
-    MultiTurnDataLoader,
-    RayMultiTurnCollector,
-)
+from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader
+from torchrl_mt.collectors import MultiProcessCollector, MultiTurnCollector, RayMultiTurnCollector
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 
 STALENESS = [None, 0, 1, 2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_mt.engines.request_checks import integers
+from torchrl_mt.checks import check_token_ids
 
 IDS = [5, 0, 7]
 EIGHT = b"guess it"
@@ -22,14 +22,14 @@ EIGHT = b"guess it"
     [list, tuple, iter, deque, torch.tensor, np.array, lambda ids: array("i", ids)],
 )
 def test_token_ids_come_in_any_flat_sequence(kind):
-    assert integers(kind(IDS)) == IDS
+    assert check_token_ids(kind(IDS)) == IDS
 
 
 @pytest.mark.parametrize("tokens", ["guess it", EIGHT, bytearray(EIGHT), b"", EIGHT[1:]])
 def test_text_is_to_be_tokenized(tokens):
     message = f"prompt_ids must be .* got {type(tokens).__name__}: tokenize it first"
     with pytest.raises(TypeError, match=message):
-        integers(tokens)
+        check_token_ids(tokens)
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_text_is_to_be_tokenized(tokens):
 )
 def test_the_advice_fits_what_came(tokens, came):
     with pytest.raises(TypeError, match=re.escape(f"flat sequence of token ids, got {came}")):
-        integers(tokens)
+        check_token_ids(tokens)

@@ -20,8 +20,8 @@ from tests.scoring.vision_rows import (
     vl_model,
 )
 from tests.tiers import some_fast
+from torchrl_mt.bridges.lightrft import Experience
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, TextReward, ValueModel
-from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.scoring import row_values
 from torchrl_mt.transforms import VisionInputs

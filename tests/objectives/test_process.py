@@ -9,7 +9,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from tests.objectives.conftest import make_model, make_rows
-from torchrl_mt.objectives import Experience, ExperienceMaker, MultiTurnLoss
+from torchrl_mt.bridges.lightrft import Experience, make_experience_list
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.objectives.functional import merge_totals
 
 SHAPED, SCORE = ("rewards", "shaped"), ("rewards", "episode")
@@ -199,7 +200,7 @@ def test_a_list_of_experience_is_the_completed_batch(model, rows):
     maker, loss = ExperienceMaker(model, process=best_episodes), MultiTurnLoss(model)
     given = rows(n=9)
     before = given.clone()
-    parts = maker.make_experience_list(given, micro_batch_size=2)
+    parts = make_experience_list(maker, given, micro_batch_size=2)
     assert_rows_equal(given, before)
     assert all(isinstance(part, Experience) for part in parts)
     whole = maker(given)
@@ -210,9 +211,9 @@ def test_a_list_of_experience_is_the_completed_batch(model, rows):
     torch.testing.assert_close(
         summed(loss, rows_of_parts, total), summed(loss, [whole], loss.total(whole))
     )
-    assert len(maker.make_experience_list(given)) == 1
+    assert len(make_experience_list(maker, given)) == 1
     with pytest.raises(ValueError, match="micro_batch_size must be a positive integer"):
-        maker.make_experience_list(given, micro_batch_size=0)
+        make_experience_list(maker, given, micro_batch_size=0)
 
 
 def turns():
@@ -255,18 +256,18 @@ def test_episodes_and_collectors_give_experience(model):
 
     maker = ExperienceMaker(model)
     expected = maker(MergeTurns()(turns()))
-    (of_episodes,) = maker.make_experience_list(turns())
+    (of_episodes,) = make_experience_list(maker, turns())
     collector = Collector(turns())
-    (of_collector,) = maker.make_experience_list(collector)
+    (of_collector,) = make_experience_list(maker, collector)
     assert_rows_equal(of_episodes.to_rows(), expected)
     assert_rows_equal(of_collector.to_rows(), expected)
     with pytest.raises(ValueError, match="the collector gave none"):
-        maker.make_experience_list(collector)
+        make_experience_list(maker, collector)
     with pytest.raises(TypeError, match=r"got list; a collector takes prompts as its data"):
-        maker.make_experience_list(["What is 2 + 2?"])
+        make_experience_list(maker, ["What is 2 + 2?"])
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(2), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=2
     )
     buffer.extend(MergeTurns()(turns()))
-    (of_buffer,) = maker.make_experience_list(buffer)
+    (of_buffer,) = make_experience_list(maker, buffer)
     torch.testing.assert_close(of_buffer.advantages, expected["advantage"].squeeze(-1))

@@ -23,8 +23,8 @@ from torchrl.envs.transforms import Compose
 
 from tests.tiers import examples
 from tests.vision.episodes import FAMILIES, QWEN, Turn, as_steps, family, random_image, random_steps
+from torchrl_mt.bridges.lightrft import Experience
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns, VisionInputs
 from torchrl_mt.vision import RowImages, StoredImage, VisionModel, compact_images
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, NEW, PIXELS, RAW, set_row_images

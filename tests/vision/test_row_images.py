@@ -10,7 +10,7 @@ from tensordict import NonTensorData, TensorDict
 
 from tests.tiers import examples
 from torchrl_mt.vision import compact_images
-from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, KEYS, PIXELS, RowImages, row_grids
+from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, KEYS, PIXELS, RowImages
 
 
 def table_of(counts, seed, with_grids=True, width=5):
@@ -94,8 +94,8 @@ def test_what_is_pickled_has_the_images_of_its_rows_alone(counts, more, chosen, 
             assert torch.equal(again.inputs(every)[key], value)
         assert torch.equal(again.count, images.count)
     grids = images.inputs(every).get("image_grid_thw")
-    assert (row_grids(rows) is None) == (grids is None)
-    assert grids is None or torch.equal(row_grids(rows), grids)
+    assert (RowImages.grids_in(rows) is None) == (grids is None)
+    assert grids is None or torch.equal(RowImages.grids_in(rows), grids)
     if any(rows[COUNT]):
         assert len(compact[KEYS]) == sum(len(own[name][1]) for name in needed)
 

@@ -55,14 +55,15 @@ class Agent(Protocol):
 
 
 class AgentPlayer:
-    """Plays the episodes of an agent, with one server for all.
+    """Plays the episodes of an agent, with one server for all, started when the first episode begins.
 
     Args:
-        server: the server; started when the first episode begins.
+        *args: arguments of the :class:`AgentServer`.
+        **kwargs: likewise.
     """
 
-    def __init__(self, server: AgentServer) -> None:
-        self._server = server
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._server = AgentServer(*args, **kwargs)
         self._starting: asyncio.Task[None] | None = None
 
     async def play(self, agent: Agent, recorder: Recorder) -> Any:

@@ -20,8 +20,8 @@ from torchrl_mt.chat.assistant_messages import (
     with_call_ids,
 )
 from torchrl_mt.chat.replies import ParsedReply
-from torchrl_mt.chat.replies.families import TURN_ENDS
-from torchrl_mt.chat.special_tokens import SpecialTokenNames, special_tokens
+from torchrl_mt.chat.replies.families import turn_ends
+from torchrl_mt.chat.special_tokens import SpecialTokenNames
 from torchrl_mt.chat.template import USER, ChatTemplate, common_length
 from torchrl_mt.chat.text_marks import BLOCK_BEGIN, BLOCK_END
 
@@ -95,11 +95,7 @@ def find_layout(
     between = last[len(asked) : last.find(word)] if last.startswith(asked) else ""
     stops = [name.end() for name in special.pattern.finditer(template.closing)]
     closing = template.closing[: stops[-1]] if stops else template.closing
-    ends = {
-        str(tokenizer.eos_token),
-        *special_tokens(tokenizer).intersection(TURN_ENDS),
-        *special.pattern.findall(closing),
-    }
+    ends = turn_ends(tokenizer) | {*special.pattern.findall(closing)}
     return AnswerLayout(
         source=source,
         prompt=prompt,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_mt.chat.encoding import RenderedTextEncoder, decode
 from torchrl_mt.chat.prefix_stability import find_break
 from torchrl_mt.chat.replies import ParseReply
-from torchrl_mt.chat.replies.families import TURN_ENDS
+from torchrl_mt.chat.replies.families import turn_ends
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
 from torchrl_mt.chat.training_templates import training_template
@@ -153,9 +153,8 @@ class ChatTokens:
         self.on_break = on_break
         self._has_warned = False
         names = special_tokens(tokenizer) | (set() if vision is None else vision.placeholders)
-        ends = {tokenizer.eos_token, *names.intersection(TURN_ENDS)}
         self._special_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, names))
-        self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, ends))
+        self._stop_ids: set[Any] = set(map(tokenizer.convert_tokens_to_ids, turn_ends(tokenizer)))
         opening = [] if vision is None else vision.beginning
         self._encoder = RenderedTextEncoder(tokenizer, self._special_ids, opening)
         self._template = ChatTemplate(tokenizer, template_kwargs, parse=parse, vision=vision)

@@ -1,7 +1,5 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
-from typing import TYPE_CHECKING, Any
-
 from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.collector import MultiTurnCollector
@@ -17,16 +15,12 @@ from torchrl_mt.collectors.items.curriculum import (
     WeightedCurriculum,
 )
 from torchrl_mt.collectors.limits import Limits, StopReason
-from torchrl_mt.collectors.loader import MultiTurnDataLoader
-from torchrl_mt.collectors.recorder import LimitReached
+from torchrl_mt.collectors.recorder import LimitReached, Recorder
 from torchrl_mt.collectors.scheduling.group_filters import has_spread
 from torchrl_mt.collectors.scheduling.sample_ratio import CollectionEndedError, SampleRatio
 from torchrl_mt.collectors.scheduling.unique_ids import UniqueTrajIds
 from torchrl_mt.collectors.settings import AgentOptions, ChatOptions, FailurePolicy, ItemOrder
-from torchrl_mt.collectors.workflow import Workflow
-
-if TYPE_CHECKING:
-    from torchrl_mt.agents.openai_client import openai_client as openai_client
+from torchrl_mt.collectors.workflow import Rejected, Workflow
 
 __all__ = [
     "AgentOptions",
@@ -43,8 +37,9 @@ __all__ = [
     "Limits",
     "MultiProcessCollector",
     "MultiTurnCollector",
-    "MultiTurnDataLoader",
     "RayMultiTurnCollector",
+    "Recorder",
+    "Rejected",
     "SampleRatio",
     "StopReason",
     "SuccessRateCurriculum",
@@ -55,14 +50,4 @@ __all__ = [
     "context",
     "episodes_to_tensordict",
     "has_spread",
-    "openai_client",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``openai_client`` at its first use: it lies above this package and needs an extra."""
-    if name == "openai_client":
-        from torchrl_mt.agents.openai_client import openai_client
-
-        return openai_client
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ returned.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
 from torchrl_mt.vision import StoredImage, is_image, is_image_part
 
-__all__ = ["Episode", "Turn", "as_number", "episodes_to_tensordict", "is_finite", "parent_of"]
+__all__ = ["Episode", "Turn", "episodes_to_tensordict", "parent_of"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Default sampling parameters."""
@@ -300,32 +299,6 @@ def parent_of(turn: Turn, earlier: Sequence[Turn]) -> int:
     """Index of the longest earlier turn that a turn went on from, the later of equals; -1 for none."""
     places = sorted(range(len(earlier)), key=lambda k: earlier[k].length)
     return next((k for k in reversed(places) if turn.goes_on_from(earlier[k])), -1)
-
-
-def as_number(reward: Any) -> float:
-    """Convert a reward to a float; infinite if it is too large for one.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: if ``float(reward)`` raises it.
-
-    Examples:
-        >>> as_number(torch.tensor([2])), as_number(-(10**400))
-        (2.0, -inf)
-    """
-    try:
-        return float(reward)
-    except OverflowError:
-        return math.inf if reward > 0 else -math.inf
-
-
-def is_finite(reward: float) -> bool:
-    """Whether a reward is finite as float32, the dtype of batches.
-
-    Examples:
-        >>> [is_finite(reward) for reward in (-2.5, float("nan"), 3.4028235e38, 1e39)]
-        [True, False, True, False]
-    """
-    return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())
 
 
 def _items(episodes: Sequence[Episode]) -> list[Any]:

@@ -6,22 +6,21 @@ in which the calls began.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import bisect
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
 from typing import Any, TypeVar
 
-from torchrl_mt.checks import check_at_least
+from torchrl_mt.checks import check_at_least, check_token_ids
 from torchrl_mt.collectors.episode import Episode, Turn, parent_of
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion, Engine
-from torchrl_mt.engines.request_checks import integers
 from torchrl_mt.engines.sampling import random_word
+from torchrl_mt.threads import within
 from torchrl_mt.vision import StoredImage
 
 __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
@@ -157,7 +156,7 @@ class Recorder:
         shown = self._images(images) or getattr(prompt_ids, "images", ())
         if not isinstance(prompt_ids, (Prompt, list)):
             # Checked here: the engine only sees a list that is made of it.
-            prompt_ids = integers(prompt_ids)
+            prompt_ids = check_token_ids(prompt_ids)
         limits = self.limits
         budget, reached = limits.response_budget(len(prompt_ids))
         if limits.max_turns is not None and len(self._order) + self._running >= limits.max_turns:
@@ -181,7 +180,7 @@ class Recorder:
                         prompt[:], max_new_tokens=budget, **{**self._sampling, **sampling}
                     ),
                     limits.turn_timeout,
-                    StopReason.TURN_TIMEOUT,
+                    LimitReached(StopReason.TURN_TIMEOUT),
                     time_is_up=partial(self._refusal, StopReason.TURN_TIMEOUT),
                 )
         finally:
@@ -306,36 +305,3 @@ def _member_seed(seed: Any, episode: Episode) -> int | None:
 def _call_seed(seed: int, call: int) -> int:
     """Seed of a call; 31 bits, since not every server takes more."""
     return random_word(seed, call) >> 33
-
-
-async def within(
-    work: Coroutine[Any, Any, _T],
-    seconds: float | None,
-    reason: StopReason,
-    *,
-    time_is_up: Callable[[], object] | None = None,
-) -> _T:
-    """Await a coroutine for at most ``seconds``; without a limit if ``None``.
-
-    On a timeout, ``time_is_up`` is called before the coroutine is cancelled. The coroutine runs in its
-    own task, so that its own cancellations and timeouts are not taken for ours.
-
-    Raises:
-        LimitReached: on a timeout, with ``reason``.
-    """
-    if seconds is None:
-        return await work
-    task = asyncio.ensure_future(work)
-    # Retrieve errors after a timeout, or asyncio logs them.
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    try:
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            return task.result()
-        if time_is_up is not None:
-            time_is_up()
-        raise LimitReached(reason)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_mt.collectors.areal_result import is_areal_result, read_areal_result
-from torchrl_mt.collectors.episode import Episode, as_number, is_finite
+from torchrl_mt.checks import as_number, is_finite
+from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.engines import Engine
+from torchrl_mt.plugins import load_plugin, plugin_names
 
 __all__ = ["Rejected", "Workflow", "enter_result", "misuse"]
 
@@ -82,13 +83,16 @@ def enter_result(episode: Episode, result: Any, version: int) -> None:
         TypeError: if the result is of a wrong type.
         ValueError: if the number of rewards differs from that of the turns, a reward is not finite, the
             engine was never called, or AReaL's dict does not fit together
-            (:func:`~torchrl_mt.collectors.areal_result.read_areal_result`).
+            (:func:`~torchrl_mt.bridges.areal.read_result`).
     """
     if result is None:
         raise Rejected("declined")
-    if is_areal_result(result):
-        episode.turns = read_areal_result(result, episode.turns, version)
-        return
+    if isinstance(result, (Mapping, TensorDictBase)):
+        for name in plugin_names("results"):
+            read = load_plugin("results", name)(result, episode.turns, version)
+            if read is not None:
+                episode.turns = read
+                return
     turns = episode.turns
     if not turns:
         raise misuse(

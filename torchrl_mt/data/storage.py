@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,9 +51,6 @@ from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, pat
 from torchrl_mt.data._store.store import Admission, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
 from torchrl_mt.data.checkpoint import FileCheckpointer, read_storage, save_as_one
-
-if TYPE_CHECKING:
-    from torchrl_mt.datasets import ClipDataset
 
 __all__ = ["EpisodeStorage"]
 
@@ -475,33 +472,6 @@ class EpisodeStorage(LazyStackStorage):
             known = [unravel_key(path) for path in self._store.columns]
             raise KeyError(f"{key!r} is not stored; the entries are {known}.")
         return column.read(plan)
-
-    def as_dataset(
-        self,
-        slice_len: int = 1,
-        *,
-        stride: int = 1,
-        transform: Callable[[Any], Any] | None = None,
-    ) -> ClipDataset:
-        """Return the stored clips, as they are now, as a map-style ``Dataset`` for a ``DataLoader``.
-
-        Args:
-            slice_len: steps per clip.
-            stride: see :class:`~torchrl_mt.datasets.ClipDataset`, like the other arguments and errors.
-            transform: see there.
-
-        Examples:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> storage = EpisodeStorage(100)
-            >>> index = storage.append(TensorDict({"action": torch.arange(5)}, [5]))
-            >>> loader = torch.utils.data.DataLoader(storage.as_dataset(slice_len=3), batch_size=3)
-            >>> next(iter(loader))["action"].tolist()
-            [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
-        """
-        from torchrl_mt.datasets.clip_dataset import ClipDataset
-
-        return ClipDataset(self, slice_len, stride=stride, transform=transform)
 
     # ---- writing --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.datasets._files.readers import DatasetError
+from torchrl_mt.plugins import load_plugin, plugin_names
 
 __all__ = ["Format", "Mode", "find_format", "register_format"]
 
@@ -42,14 +43,10 @@ class Format:
 _OWN = {
     "hdf5": (".h5", ".hdf5"),
     "jsonl": (".jsonl",),
-    "lance": (".lance",),
     "arrow": (),
-    "video": (),
     "folder": (),
-    "minari": (),
-    "lerobot": (),
 }
-"""Formats in this package and their suffixes; modules are imported when they are looked at."""
+"""Formats of this package and their suffixes; modules are imported when they are looked at."""
 _registered: dict[str, Format] = {}
 
 
@@ -114,34 +111,44 @@ def find_format(path: Path, name: str | None = None) -> Format:
         DatasetError: if what is there is of no known format.
     """
     if name is not None:
-        check_choice("format", name, [*_OWN, *_registered])
-        return _registered.get(name) or _own(name)
+        check_choice("format", name, _names())
+        return _registered.get(name) or _known(name)
     for known in reversed(_registered.values()):
         if known.detect(path):
             return known
     suffix = path.suffix.lower()
     if path.exists():
         # The one that its name tells is asked first.
-        for own in sorted(_OWN, key=lambda each: suffix not in _OWN[each]):
-            if own not in _registered and _own(own).detect(path):
-                return _own(own)
+        own = sorted(_OWN, key=lambda each: suffix not in _OWN[each])
+        for name in [*own, *plugin_names("formats")]:
+            if name not in _registered and _known(name).detect(path):
+                return _known(name)
         raise DatasetError(
-            f"{path} is no data set of a known format ({', '.join([*_OWN, *_registered])}): it may be "
-            f"damaged, or give format=."
+            f"{path} is no data set of a known format ({', '.join(_names())}): it may be damaged, or "
+            f"give format=."
         )
     for each, of_format in _OWN.items():
         if suffix in of_format:
-            return _own(each)
+            return _known(each)
     if suffix:
+        for name in plugin_names("formats"):
+            if _known(name).detect(path):
+                return _known(name)
         suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)
         raise ValueError(
             f"the format of {path} is not clear: its suffix {path.suffix!r} is none of {suffixes}. "
             f"Give format=, such as format='folder'."
         )
-    return _own("folder")
+    return _known("folder")
 
 
-def _own(name: str) -> Format:
-    """Return a format of this package."""
+def _names() -> list[str]:
+    return [*_OWN, *plugin_names("formats"), *_registered]
+
+
+def _known(name: str) -> Format:
+    """Return a format of this package or of one that adds it."""
+    if name not in _OWN:
+        return load_plugin("formats", name)
     found: Format = import_module(f"torchrl_mt.datasets.formats.{name}").FORMAT
     return found

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import Any
+from collections.abc import Sequence
 
-from torchrl_mt.checks import check_positive
+from torchrl_mt.checks import check_positive, check_token_ids
 from torchrl_mt.engines.sampling import checked_number
 
-__all__ = ["checked_request", "integers", "require_positive"]
+__all__ = ["checked_request", "require_positive"]
 
 
 def require_positive(**numbers: float | None) -> None:
@@ -22,40 +19,6 @@ def require_positive(**numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None:
             check_positive(name, value)
-
-
-def integers(tokens: Iterable[int], name: str = "prompt_ids") -> list[int]:
-    """Convert a sequence of token ids to a list of integers.
-
-    Raises:
-        TypeError: if ``tokens`` is no flat sequence of integers.
-    """
-    # An array would read bytes as raw memory, and rows of one token each as numbers.
-    if not isinstance(tokens, (bytes, bytearray)) and getattr(tokens, "ndim", 1) == 1:
-        try:
-            # An array accepts only integers, and is faster than a loop.
-            return array("q", tokens).tolist()
-        except (TypeError, ValueError, OverflowError):
-            pass
-    raise TypeError(f"{name} must be a flat sequence of token ids, got {_advice(tokens)}.")
-
-
-def _advice(tokens: Any) -> str:
-    """The type that came instead of token ids, and how to fix it."""
-    came = type(tokens).__name__
-    if isinstance(tokens, Mapping):
-        return f"{came}: of a tokenizer's output take ['input_ids']"
-    if isinstance(tokens, (str, bytes, bytearray)):
-        return f"{came}: tokenize it first"
-    if getattr(tokens, "ndim", 1) > 1:
-        return f"{came} of shape {list(tokens.shape)}: take one row of it"
-    if isinstance(tokens, Sequence):
-        for entry in tokens:
-            if isinstance(entry, Sequence) and not isinstance(entry, (str, bytes, bytearray)):
-                return f"{came} of {type(entry).__name__}: take one row of it"
-            if not isinstance(entry, Integral):
-                return f"{came} of {_advice(entry)}"
-    return came
 
 
 def checked_request(
@@ -90,7 +53,7 @@ def checked_request(
         >>> checked_request([1, 2], None, longest=9, total=8, bound="8 tokens")
         ([1, 2], 6)
     """
-    prompt, limit = integers(prompt_ids), max_new_tokens
+    prompt, limit = check_token_ids(prompt_ids), max_new_tokens
     if limit is None:
         limit = longest if total is None else min(longest, max(1, total - len(prompt)))
     if not prompt:

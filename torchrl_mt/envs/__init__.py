@@ -1,12 +1,5 @@
 """Text environments for language-model agents."""
 
-from torchrl_mt.envs.adapters.gym_text_env import GymTextEnv
-from torchrl_mt.envs.adapters.reasoning_gym_env import ReasoningGymEnv
-from torchrl_mt.envs.adapters.text_arena_env import TextArenaEnv
-from torchrl_mt.envs.adapters.verifiers import VerifiersEnv
-from torchrl_mt.envs.computer.actions import Action, ActionError, parse_actions
-from torchrl_mt.envs.computer.computer_env import ComputerEnv
-from torchrl_mt.envs.computer.worker import ComputerError
 from torchrl_mt.envs.games.arithmetic import Arithmetic, play_arithmetic
 from torchrl_mt.envs.games.calculator import CalculatorError, calculate
 from torchrl_mt.envs.games.game import Game
@@ -31,17 +24,12 @@ from torchrl_mt.envs.tools import Tool
 from torchrl_mt.envs.torchrl_env import ChatEnvAdapter
 
 __all__ = [
-    "Action",
-    "ActionError",
     "Arithmetic",
     "CalculatorError",
     "ChatEnvAdapter",
-    "ComputerEnv",
-    "ComputerError",
     "EnvServer",
     "Game",
     "GuessNumber",
-    "GymTextEnv",
     "MCPTools",
     "Message",
     "OpenEnvConnectionError",
@@ -49,20 +37,16 @@ __all__ = [
     "OpenEnvError",
     "OpenEnvProtocolError",
     "OpenEnvTimeoutError",
-    "ReasoningGymEnv",
-    "TextArenaEnv",
     "TextEnv",
     "TextStep",
     "Tool",
     "ToolEnv",
-    "VerifiersEnv",
     "Worker",
     "WorkerError",
     "Workers",
     "calculate",
     "create_workers",
     "optimal_return",
-    "parse_actions",
     "play_arithmetic",
     "play_guess_number",
     "serve",

@@ -6,7 +6,6 @@ the model received and sampled.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -175,17 +174,3 @@ async def call_env(env: TextEnv, method: Callable[..., Any], *args: Any) -> Any:
         return await call_user(method, *args)
     result = method(*args)
     return await result if inspect.isawaitable(result) else result
-
-
-def close_env(env: Any) -> None:
-    """Close an environment of any class that can be closed; an error is logged. Call it in a thread."""
-
-    async def wait_for(closing: Awaitable[Any]) -> None:
-        await closing
-
-    try:
-        closing = env.close() if callable(getattr(env, "close", None)) else None
-        if inspect.isawaitable(closing):
-            asyncio.run(wait_for(closing))
-    except BaseException as error:
-        _logger.warning("closing %s failed.", type(env).__name__, exc_info=error)

@@ -1,20 +1,20 @@
 """Training on rows: the experience maker (scores, KL, advantages) and the multi-turn loss."""
 
 from torchrl_mt.objectives.experience import ExperienceMaker
-from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.loss import MultiTurnLoss
 from torchrl_mt.objectives.pipeline import ExperiencePipeline
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 from torchrl_mt.objectives.rewards.text import TextReward
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.splitting import micro_batches, split_rows
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 __all__ = [
-    "Experience",
+    "ExperienceKeys",
     "ExperienceMaker",
     "ExperiencePipeline",
     "ModelReward",

@@ -20,11 +20,9 @@ from torchrl_mt.checks import (
     check_choice,
     check_is_batch,
     check_positive_finite,
-    check_positive_integer,
     find_functions,
 )
 from torchrl_mt.objectives.credit import AdvantageKind, Credit
-from torchrl_mt.objectives.experience_data import Experience
 from torchrl_mt.objectives.filters import (
     FILTERS,
     Filter,
@@ -66,8 +64,7 @@ from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.values import check_critic, row_values
 
 if TYPE_CHECKING:
-    from torchrl.collectors import BaseCollector
-    from torchrl.data import ReplayBuffer
+    pass
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -416,39 +413,18 @@ class ExperienceMaker(TensorDictModuleBase):
         self.metrics = metrics | found
         return batch.rows
 
-    def make_experience_list(
-        self,
-        batch: TensorDictBase | BaseCollector | ReplayBuffer,
-        *,
-        micro_batch_size: int | None = None,
-    ) -> list[Experience]:
-        """Complete a batch and cut it into micro-batches, as LightRFT's method of this name does.
-
-        Statistics are those of the whole batch. For the gradient of the whole batch, give the loss the
-        total of all parts (:func:`~torchrl_mt.objectives.functional.merge_totals`).
+    def rows_of(self, batch: Any) -> TensorDictBase:
+        """Get rows that the maker may write to; tensors are shared, and the batch is not changed.
 
         Args:
             batch: Rows ``[N]``; or whole episodes in TED, flat ``[ΣT]``, which ``MergeTurns()`` makes
-                rows of; or a collector or replay buffer, whose next batch is taken. Rows and episodes
-                are not changed.
-            micro_batch_size: Maximum number of rows of a part; one part by default.
-
-        Returns:
-            The parts, in order.
+                rows of; or a collector or replay buffer of either, whose next batch is taken.
 
         Raises:
-            ValueError: If ``micro_batch_size`` is below 1, or there is no next batch; else as
-                calling the maker.
-
-        Examples:
-            >>> for part in maker.make_experience_list(collector, micro_batch_size=8):  # doctest: +SKIP
-            ...     loss_module(part.to_rows())["loss_objective"].backward()
+            TypeError: If the batch is none of these.
+            ValueError: If there is no next batch.
         """
-        if micro_batch_size is not None:
-            micro_batch_size = check_positive_integer("micro_batch_size", micro_batch_size)
-        rows = self(rows_of(batch, self.tensor_keys.action))
-        parts = rows.split(micro_batch_size or len(rows))
-        return [Experience.from_rows(part, self.tensor_keys) for part in parts]
+        return rows_of(batch, self.tensor_keys.action)
 
     def _read(self, rows: TensorDictBase) -> RowBatch:
         """Read and check the rows of this process."""

@@ -22,7 +22,6 @@ from torch import Tensor
 from torchrl_mt._hosts.torch import with_submodules
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.objectives.experience import ExperienceMaker
-from torchrl_mt.objectives.rows.sources import rows_of
 from torchrl_mt.objectives.snapshot import Snapshot
 from torchrl_mt.scoring.forward import unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm
@@ -196,7 +195,7 @@ class _Order:
         """Complete a batch."""
         if self.snapshot is not None and self.weights is not None:
             self.snapshot.load(self.weights)
-        rows = self.maker(rows_of(batch, self.maker.tensor_keys.action))
+        rows = self.maker(self.maker.rows_of(batch))
         version = torch.full(rows.batch_size, self.version, dtype=torch.long, device="cpu")
         rows.set(SCORED, version.to(rows[self.maker.tensor_keys.action].device))
         return _Made(rows, self.maker.metrics, self.version)

@@ -30,7 +30,6 @@ __all__ = [
     "RAW",
     "RowImages",
     "compact_images",
-    "row_grids",
     "set_row_images",
     "write_inputs",
 ]
@@ -102,6 +101,19 @@ class RowImages:
             return None
         return RowImages(_joined(found.pixels), found.grids, found.first, rows[COUNT])
 
+    @staticmethod
+    def grids_in(rows: TensorDictBase) -> Tensor | None:
+        """Return int64 ``[M, 3]``, patches of the rows' images in order, without reading the pixels.
+
+        ``None`` without images or grids. Raises what :meth:`of` raises.
+        """
+        found = _tables(rows)
+        if found is None or found.grids is None:
+            return None
+        spans = zip(found.first.tolist(), rows[COUNT].tolist(), strict=True)
+        chosen = [i for begin, size in spans for i in range(begin, begin + size)]
+        return found.grids[chosen] if chosen else None
+
     def __reduce__(self) -> Any:
         chosen, first = _chosen(self.first, self.count)
         own = _images_at(self.pixel_values, self.grids, chosen)
@@ -132,19 +144,6 @@ class RowImages:
         if grids is None:
             return {"pixel_values": pixels}
         return {"pixel_values": pixels, "image_grid_thw": grids}
-
-
-def row_grids(rows: TensorDictBase) -> Tensor | None:
-    """Return int64 ``[M, 3]``, patches of the rows' images, one row after the other.
-
-    ``None`` without images or grids. Raises what :meth:`RowImages.of` raises.
-    """
-    found = _tables(rows)
-    if found is None or found.grids is None:
-        return None
-    spans = zip(found.first.tolist(), rows[COUNT].tolist(), strict=True)
-    chosen = [i for begin, size in spans for i in range(begin, begin + size)]
-    return found.grids[chosen] if chosen else None
 
 
 def compact_images(rows: TensorDictBase) -> TensorDictBase:

@@ -14,10 +14,11 @@ from tensordict import TensorDict
 from tests.datasets.episodes import assert_same
 from tests.datasets.every_format import new_path
 from tests.tiers import few_or_many
+from torchrl_mt.bridges.lance import format as lance
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 from torchrl_mt.datasets._encoding import arrow_columns
 from torchrl_mt.datasets._files import episode_folder, episode_log, write_lock
-from torchrl_mt.datasets.formats import arrow, lance
+from torchrl_mt.datasets.formats import arrow
 
 pytestmark = pytest.mark.parametrize("format", ["arrow", "lance"])
 

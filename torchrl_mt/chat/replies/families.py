@@ -9,11 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
 from torchrl_mt.chat.replies import notations as n
 from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
 from torchrl_mt.chat.replies.tool_calls import ToolTypes, make_call
+from torchrl_mt.chat.special_tokens import special_tokens
 
-__all__ = ["TURN_ENDS", "ReplyFamily", "family_of"]
+__all__ = ["TURN_ENDS", "ReplyFamily", "family_of", "turn_ends"]
 
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|return|>", "<|call|>"),
@@ -187,3 +190,15 @@ def _harmony(text: str, before: str, types: ToolTypes) -> ParsedReply:
     content = "\n".join(part.strip() for part in (*said["commentary"], *said["final"]))
     thoughts = "\n".join(map(str.strip, said["analysis"])) if said["analysis"] else None
     return ParsedReply(content, thoughts, calls)
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names of a tokenizer's tokens that end a turn.
+
+    Examples:
+        >>> from torchrl_mt.testing import tiny_chat_tokenizer
+        >>> turn_ends(tiny_chat_tokenizer("hello"))
+        {'<end>'}
+    """
+    ends = {tokenizer.eos_token, *special_tokens(tokenizer).intersection(TURN_ENDS)}
+    return {str(end) for end in ends if end is not None}

@@ -26,6 +26,7 @@ from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Engine, as_engine
 from torchrl_mt.envs import TextEnv
+from torchrl_mt.plugins import load_plugin
 from torchrl_mt.threads import call_user
 from torchrl_mt.vision import VisionProcessor
 
@@ -166,17 +167,14 @@ class EpisodePlayer:
     def _get_agent_player(self) -> Any:
         """Make the player of agents, with their server, on first use."""
         if self._agent_player is None:
-            from torchrl_mt.agents.agent import AgentPlayer
-            from torchrl_mt.agents.server import AgentServer
-
-            server = AgentServer(
+            make_player = load_plugin("players", "agent")
+            self._agent_player = make_player(
                 self.engine,
                 self.tokenizer,
                 processor=self.vision,
                 chat=self._chat_options,
                 **vars(self._agent_options),
             )
-            self._agent_player = AgentPlayer(server)
         return self._agent_player
 
     def _begin_dialogue(self, opening: Sequence[Mapping[str, Any]], env: TextEnv) -> Dialogue:

@@ -14,18 +14,19 @@ from typing import Any, TypeAlias, TypeVar
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer
+from torchrl_mt.checks import as_number, is_finite
 from torchrl_mt.collectors import context
-from torchrl_mt.collectors.episode import Episode, as_number, is_finite
+from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.playing.dialogue import Dialogue
 from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_workflow
-from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder, within
+from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
 from torchrl_mt.collectors.workflow import Rejected, enter_result, misuse
 from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
-from torchrl_mt.envs.text_env import call_env, close_env, takes_message
-from torchrl_mt.threads import call_in_thread
+from torchrl_mt.envs.text_env import call_env, takes_message
+from torchrl_mt.threads import call_in_thread, close_env, within
 from torchrl_mt.vision import VisionProcessor, is_image_part, with_stored_images
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
@@ -83,7 +84,7 @@ async def play_episode(
         await within(
             _play(make_player, recorder, begin_dialogue, episode, play_agent, vision),
             limits.episode_timeout,
-            StopReason.EPISODE_TIMEOUT,
+            LimitReached(StopReason.EPISODE_TIMEOUT),
             time_is_up=recorder.close,
         )
     except LimitReached as limit:
@@ -161,7 +162,9 @@ async def play_chat(
     try:
         with episode.calls.call("environment", f"{type(env).__name__}.reset"):
             opening = await within(
-                call_env(env, env.reset, episode.data), limits.tool_timeout, StopReason.TOOL_TIMEOUT
+                call_env(env, env.reset, episode.data),
+                limits.tool_timeout,
+                LimitReached(StopReason.TOOL_TIMEOUT),
             )
         new = await _messages(opening, "TextEnv.reset must return", env, "reset", vision)
         dialogue = begin_dialogue(new, env)
@@ -252,7 +255,7 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
     response = said.text if env.whole_text else said.message["content"]
     # A copy: what the environment does with it must not change the dialogue.
     args = (response, deepcopy(said.message)) if takes_message(env.step) else (response,)
-    step = await within(call_env(env, env.step, *args), seconds, reason)
+    step = await within(call_env(env, env.step, *args), seconds, LimitReached(reason))
     if not isinstance(step, TextStep):
         raise misuse(
             TypeError(

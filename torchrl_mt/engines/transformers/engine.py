@@ -18,10 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_mt._hosts.peft import base_of, is_peft_model
+from torchrl_mt.checks import check_token_ids
 from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
 from torchrl_mt.engines.model_facts import max_exact_length, stop_ids, view_of, vocab_size
-from torchrl_mt.engines.request_checks import checked_request, integers, require_positive
+from torchrl_mt.engines.request_checks import checked_request, require_positive
 from torchrl_mt.engines.sampling import Sampling, checked_number, random_word
 from torchrl_mt.engines.sampling_params import TruncationWarning
 from torchrl_mt.engines.stop_strings import checked_stop, watch
@@ -268,7 +269,7 @@ class TransformersEngine(StaysInProcess):
         seed = None if seed is None else checked_number("seed", seed)
         ends = self._stop_ids
         if stop_token_ids is not None:
-            ends = frozenset(integers(stop_token_ids, "stop_token_ids"))
+            ends = frozenset(check_token_ids(stop_token_ids, "stop_token_ids"))
         stops = watch(checked_stop(stop), self.tokenizer)
         if self._images.takes_time(images):
             prompt, shown = await call_in_thread(self._images.read, prompt, images)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_mt.envs.games.misspelt_keys import refuse_misspelt_keys
+from torchrl_mt.checks import refuse_misspelt_keys
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 
 __all__ = ["Game", "GameEnv"]

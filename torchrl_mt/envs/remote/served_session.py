@@ -24,9 +24,9 @@ from torchrl_mt.envs.remote.protocol import (
     shown,
     write,
 )
-from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, close_env, takes_message
+from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, takes_message
 from torchrl_mt.strict_json import read_json
-from torchrl_mt.threads import call_in_thread
+from torchrl_mt.threads import call_in_thread, close_env
 from torchrl_mt.vision import with_data_uris
 
 __all__ = ["CLOSE_SECONDS", "ServedSession", "dismiss"]

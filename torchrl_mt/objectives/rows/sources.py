@@ -6,6 +6,8 @@ from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
 
+from torchrl_mt.transforms import MergeTurns
+
 _TURN: NestedKey = ("tokens", "response")
 
 
@@ -37,7 +39,5 @@ def rows_of(batch: Any, action: NestedKey) -> TensorDictBase:
     # By their keys: ragged entries cannot be read as one tensor.
     entries = batch.keys(True)
     if action not in entries and _TURN in entries:
-        from torchrl_mt.transforms.merge_turns import MergeTurns
-
         return MergeTurns()(batch)
     return batch.copy()

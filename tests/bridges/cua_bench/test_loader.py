@@ -1,0 +1,1219 @@
+"""The loader of prompts: what loops are given, and what becomes of their answers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bridges.cua_bench.loops import Plain, Scripted, answers, in_thread, play
+from tests.collectors.playing.worker_envs import Tells
+from tests.collectors.test_pages import code_of
+from tests.idle_clock import LIMIT, Loop
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader, slots, waiting
+from torchrl_mt.collectors import ChatOptions, Limits
+from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.envs import TextEnv, TextStep
+
+END = 1
+
+
+def reply(row):
+    return [5, END]
+
+
+@pytest.fixture(autouse=True)
+def stable_template(monkeypatch):
+    """The tiny template never rewrites what was said; to find that out takes longer than a test."""
+    monkeypatch.setattr("torchrl_mt.chat.tokens.find_break", lambda template: None)
+
+
+@pytest.fixture
+def make(tokenizer):
+    """Makes loaders, and closes them."""
+    made = []
+
+    def make(env=None, **options):
+        options = {"batch_size": 1, "max_prompt_length": 64, "max_response_length": 8, **options}
+        if env is None and "env_class" not in options:
+            env = Scripted()
+        made.append(MultiTurnDataLoader(env, tokenizer, **options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+@pytest.fixture(params=["text", "plain"])
+def kind(request):
+    """Options of an environment of either form, for some number of slots, with scripts of rewards."""
+
+    def options(num_envs, scripts=((0.0, 0.0, 1.0),)):
+        if request.param == "text":
+            items = [{"rewards": list(script)} for script in scripts]
+            return {"env": Scripted(), "num_envs": num_envs, "task_configs": items}
+        configs = [{"scripts": [list(script) for script in scripts]} for _ in range(num_envs)]
+        return {"env_class": Plain, "env_configs": configs}
+
+    return options
+
+
+# What is given out
+
+
+def test_a_batch_has_the_prompts_of_different_slots_padded_on_the_left(make, tokenizer):
+    loader = make(batch_size=3, num_envs=4)
+    batch = next(loader)
+    assert set(batch) == {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "worker_id",
+        "meta_info",
+        "raw_prompt_ids",
+    }
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert batch[name].dtype is torch.int64
+        assert batch[name].shape == (3, 64)
+    opening = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1"}], add_generation_prompt=True, return_dict=False
+    )
+    mask = batch["attention_mask"]
+    assert mask.sum(1).tolist() == [len(opening)] * 3
+    for row, shown in zip(batch["input_ids"], mask, strict=True):
+        assert row[shown.bool()].tolist() == opening
+        assert row[-len(opening) :].tolist() == opening
+    assert batch["raw_prompt_ids"].tolist() == [opening] * 3
+    assert torch.equal(batch["position_ids"], (mask.cumsum(1) - 1).clamp(min=0) * mask)
+    assert batch["worker_id"].dtype == np.int64
+    assert len(set(batch["worker_id"].tolist())) == 3
+    assert [info["turn"] for info in batch["meta_info"]] == [0] * 3
+    assert [set(info) for info in batch["meta_info"]] == [{"uid", "turn", "data", "info"}] * 3
+
+
+def test_a_slot_keeps_its_episode_until_that_is_over(make, kind):
+    loader = make(batch_size=3, **kind(5))
+    seen = {}
+    last = {}
+    for number, batch in enumerate(loader):
+        assert len(set(batch["worker_id"].tolist())) == 3
+        for worker, info in zip(batch["worker_id"], batch["meta_info"], strict=True):
+            assert seen.setdefault(info["uid"], worker) == worker
+            assert info["turn"] == last.get(info["uid"], -1) + 1 < 3
+            last[info["uid"]] = info["turn"]
+        loader.async_step(answers(batch, reply))
+        if number == 20:
+            break
+    assert len(seen) > 10
+
+
+def test_what_an_environment_tells_is_beside_the_prompt(make):
+    loader = make(task_configs=[{"rewards": [0.0, 1.0], "name": "x"}], num_envs=1)
+    first = next(loader)["meta_info"][0]
+    assert first["data"]["name"] == "x"
+    assert first["info"] is None
+    loader = make(num_envs=1)
+    loader.async_step(answers(next(loader), reply))
+    assert next(loader)["meta_info"][0]["info"] == {"turn": 1}
+
+
+# What is stored
+
+
+def test_returns_are_discounted_and_whole_episodes_are_kept(make, kind):
+    loader = make(replay_capacity=4, **kind(1))
+    play(loader, reply, lambda: loader.stats()["accepted"] == 1)
+    wait_until(lambda: len(loader.storage) == 3)
+    expected = torch.tensor([[0.81], [0.9], [1.0]])
+    torch.testing.assert_close(loader.storage.episode(0)["next", "return"], expected)
+    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
+    assert loader.storage.lengths.tolist() == [3]
+
+
+def test_only_outcomes_are_kept_if_asked_for(make, kind):
+    options = kind(1, [[5.0, 0.5], [0.0, 0.0, 2.0]])
+    loader = make(only_keep_outcome_in_replay=True, replay_capacity=2, **options)
+    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
+    assert loader.storage.lengths.tolist() == [1, 1]
+    assert sorted(loader.storage[:]["next", "return"].reshape(-1).tolist()) == [0.5, 2.0]
+
+
+def test_an_episode_longer_than_the_storage_is_rejected(make):
+    items = [{"rewards": [0.0] * 3}, {"rewards": [1.0]}]
+    loader = make(task_configs=items, cycle=False, replay_capacity=2, num_envs=1)
+    assert play(loader, reply, lambda: False) == 4
+    assert loader.stats()["rejected/longer_than_replay"] == 1
+    assert loader.storage.lengths.tolist() == [1]
+
+
+def test_every_answer_is_a_step_and_its_text_has_no_end_of_turn(make, kind, tokenizer):
+    options = kind(2)
+    heard = [] if "env" not in options else options["env"].heard
+    for config in options.get("env_configs", ()):
+        config["heard"] = heard
+    loader = make(batch_size=2, total_episodes=6, **options)
+    texts = [[5, END], [6, 7], [8] * 8, [END], [5, END, 6, END]] * 4
+    left = iter(texts)
+    given = play(loader, lambda row: next(left), lambda: False)
+    assert given == len(heard) == len(loader.storage) == 18
+    without_end = [ids[:-1] if ids[-1] == END else ids for ids in texts[:18]]
+    assert Counter(heard) == Counter(map(tokenizer.decode, without_end))
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_stored_are_the_tokens_that_were_given(tokenizer, data):
+    """Whatever they are: tokens that decode and encode would change, cut or ended, in any order."""
+    vocabulary = st.integers(0, len(tokenizer) - 1)
+    plain = data.draw(st.booleans())
+    num_envs = data.draw(st.integers(1, 3))
+    batch_size = data.draw(st.integers(1, num_envs))
+    options = {"env": Scripted(), "num_envs": num_envs, "task_configs": [{}] * 4, "cycle": False}
+    if plain:
+        configs = [{} for _ in range(num_envs)]
+        options = {"env_class": Plain, "env_configs": configs, "total_episodes": 4}
+    told = {}
+    with MultiTurnDataLoader(
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_prompt_length=200,
+        max_response_length=5,
+        **options,
+    ) as loader:
+        for batch in loader:
+            rows = len(batch["worker_id"])
+            drawn = [data.draw(st.lists(vocabulary, min_size=1, max_size=5)) for _ in range(rows)]
+            made = answers(batch, drawn.__getitem__)
+            log_probs = -torch.rand(made["responses"].shape)
+            for row in data.draw(st.permutations(range(rows))):
+                one = {key: value[row : row + 1] for key, value in made.items()}
+                info = one["meta_info"][0]
+                shown = batch["attention_mask"][row].bool()
+                prompt = batch["input_ids"][row][shown].tolist()
+                ids = drawn[row]
+                told[info["uid"], info["turn"]] = prompt, ids, log_probs[row, : len(ids)].tolist()
+                loader.async_step({**one, "log_probs": log_probs[row : row + 1]})
+        stored = {}
+        for episode in loader.storage.episodes():
+            for turn, step in enumerate(episode.unbind(0)):
+                stored[int(step["collector", "traj_ids"]), turn] = (
+                    step["tokens", "prompt"].tolist(),
+                    step["tokens", "response"].tolist(),
+                    step["log_probs", "response"].tolist(),
+                )
+    assert len(stored) == 12
+    assert stored == told
+
+
+class Replay:
+    """A slow reference: episodes by uid, oldest steps' returns last, means by hand."""
+
+    def __init__(self, gamma, threshold):
+        self.gamma, self.threshold = gamma, threshold
+        self.steps, self.outcome = [], 0.0
+
+    def add_episode(self, uid, rewards):
+        for turn in range(len(rewards)):
+            later = rewards[turn:]
+            value = sum(self.gamma**k * reward for k, reward in enumerate(later))
+            self.steps.append((uid, turn, value))
+        self.outcome = 0.99 * self.outcome + 0.01 * rewards[-1]
+
+    def balance(self):
+        below = sum(value < self.threshold for _, _, value in self.steps)
+        return below, len(self.steps) - below
+
+
+@settings(max_examples=6)
+@given(
+    scripts=st.lists(
+        st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=4),
+        min_size=1,
+        max_size=6,
+    ),
+    gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    num_envs=st.integers(1, 3),
+)
+def test_steps_balance_and_outcome_equal_a_slow_reference(tokenizer, scripts, gamma, num_envs):
+    reference = Replay(gamma, threshold=0.25)
+    rewards_of = {}
+    with MultiTurnDataLoader(
+        Scripted(),
+        tokenizer,
+        task_configs=[{"rewards": script} for script in scripts],
+        cycle=False,
+        num_envs=num_envs,
+        batch_size=1,
+        replay_reward_discount=gamma,
+        balance_thres=0.25,
+        max_prompt_length=64,
+    ) as loader:
+        for batch in loader:
+            for info in batch["meta_info"]:
+                rewards_of[info["uid"]] = info["data"]["rewards"]
+            loader.async_step(answers(batch, reply))
+        stored = []
+        for episode in loader.storage.episodes():
+            uid = int(episode["collector", "traj_ids"][0])
+            reference.add_episode(uid, rewards_of.pop(uid))
+            values = episode["next", "return"].reshape(-1).tolist()
+            stored += [(uid, turn, value) for turn, value in enumerate(values)]
+        assert not rewards_of
+        assert [step[:2] for step in stored] == [step[:2] for step in reference.steps]
+        expected = [step[2] for step in reference.steps]
+        assert [step[2] for step in stored] == pytest.approx(expected)
+        assert loader.get_balance_stats() == reference.balance()
+        last = [script[-1] for script in scripts]
+        assert loader.calculate_outcome_reward() == pytest.approx(sum(last) / len(last))
+        if num_envs == 1:  # Else episodes may end in another order.
+            assert loader.running_outcome_reward() == pytest.approx(reference.outcome)
+        loader.clear_replay_buffer()
+        assert (len(loader.storage), loader.get_balance_stats()) == (0, (0, 0))
+        assert loader.calculate_outcome_reward() == 0.0
+
+
+def test_log_probs_and_versions_are_those_of_the_prompts_batch(make):
+    loader = make(num_envs=1)
+    for _ in range(2):
+        batch = next(loader)
+        loader.increment_version()  # The batch was given out before.
+        loader.async_step(answers(batch, reply))
+    batch = {**answers(next(loader), reply), "log_probs": torch.tensor([[-0.5, -1.5]])}
+    loader.async_step(batch)
+    wait_until(lambda: len(loader.storage) == 3)
+    steps = loader.storage[:]
+    assert steps["versions", "response"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert steps["log_probs", "response"][:2].isnan().all()
+    assert steps["log_probs", "response"][2].tolist() == [-0.5, -1.5]
+    assert loader.stats()["policy_version"] == 2
+
+
+# Samples
+
+
+def test_a_sample_has_different_steps_with_the_rows_of_padded_loops(make, tokenizer):
+    loader = make(batch_size=2, num_envs=3, replay_reward_discount=0.5)
+    play(loader, lambda row: [5, 6, END], lambda: len(loader.storage) >= 9)
+    steps = loader.sample_from_buffer(7)
+    assert steps.batch_size == (7,)
+    keys = list(zip(steps["collector", "traj_ids"].tolist(), steps["info"], strict=True))
+    assert len({(uid, info["turn"]) for uid, info in keys}) == 7
+    prompts = steps.get(("tokens", "prompt"), as_list=True)
+    for row in range(7):
+        ids = [*prompts[row].tolist(), 5, 6, END]
+        shown = steps["attention_mask"][row].bool()
+        assert steps["input_ids"][row][shown].tolist() == ids
+        assert steps["input_ids"][row][~shown].unique().tolist() == [tokenizer.pad_token_id]
+        assert steps["input_ids"][row, 61:67].tolist() == [*prompts[row][-3:].tolist(), 5, 6, END]
+        assert steps["responses"][row].tolist() == [5, 6, END, 0, 0, 0, 0, 0]
+        assert steps["meta_info"][row]["uid"] == keys[row][0]
+    mask = steps["attention_mask"]
+    assert torch.equal(steps["position_ids"], (mask.cumsum(1) - 1).clamp(min=0) * mask)
+    assert torch.equal(steps["reward"], steps["next", "return"][:, 0])
+    assert set(steps["worker_id"].tolist()) <= {0, 1, 2}
+    assert len(loader.sample_from_buffer()) == loader.batch_size
+
+
+def test_a_sample_waits_for_steps_and_says_if_none_can_come(make):
+    loader = make(num_envs=2, batch_size=2, replay_capacity=100)
+    with pytest.raises(ValueError, match="replay_capacity=100"):
+        loader.sample_from_buffer(101)
+    sampling = in_thread(lambda: loader.sample_from_buffer(6))
+    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
+    assert len(sampling()) == 6
+    with pytest.raises(RuntimeError, match="all 2 environments wait for answers"):
+        loader.sample_from_buffer(99)
+    loader = make(task_configs=[{}], cycle=False, num_envs=1)
+    play(loader, reply, lambda: False)
+    with pytest.raises(RuntimeError, match="the data has ended: 4 steps were asked for, and 3"):
+        loader.sample_from_buffer(4)
+
+
+def test_statistics_are_printed(make, capsys):
+    items = [{"rewards": [1.0] * turns} for turns in (1, 2, 2)]
+    loader = make(task_configs=items, cycle=False, num_envs=1)
+    play(loader, reply, lambda: False)
+    loader.print_stats_in_replay_buffer()
+    expected = (
+        "Replay buffer size: 5. Number of uids: 3. Histogram of item counts per uid in replay "
+        "buffer (x-y): 1-1, 2-2"
+    )
+    assert capsys.readouterr().out.strip() == expected
+    loader.print_examples(2)
+    assert capsys.readouterr().out.count("<user> 1 <end> <assistant> to <end>") == 2
+
+
+# cua-bench's loops
+
+
+def test_a_loop_of_cua_bench_runs_as_its_documentation_shows_it(tokenizer):
+    env_configs = [{"task": k} for k in range(4)]
+    dataloader = MultiTurnDataLoader(
+        env_class=Plain,
+        env_configs=env_configs,
+        tokenizer=tokenizer,
+        processor=None,
+        is_multi_modal=False,
+        batch_size=4,
+        replay_capacity=1000,
+        replay_reward_discount=0.9,
+        max_prompt_length=512,
+        max_response_length=256,
+    )
+    for batch in dataloader:
+        responses = torch.full((4, 256), 0)
+        responses[:, :2] = torch.tensor([5, END])
+        response_mask = (torch.arange(256) < 2).long().expand(4, -1)
+        batch_return = {
+            "prompts": batch["input_ids"],
+            "responses": responses,
+            "attention_mask": torch.cat([batch["attention_mask"], response_mask], dim=1),
+            "worker_id": batch["worker_id"],
+            "meta_info": batch["meta_info"],
+        }
+        dataloader.async_step(batch_return)
+        if len(dataloader.replay) >= 32:
+            break
+    replay_batch = dataloader.sample_from_buffer(batch_size=32)
+    assert replay_batch["input_ids"].shape == (32, 768)
+    returns = {round(value, 4) for value in replay_batch["reward"].tolist()}
+    assert returns <= {0.81, 0.9, 1.0}
+    dataloader.print_stats_in_replay_buffer()
+    dataloader.close()
+    assert all(config["closed"] for config in env_configs)
+
+
+def test_the_same_uid_from_two_workers_stays_two_episodes(make):
+    loader = make(env_class=Plain, env_configs=[{"task": 0}, {"task": 1}], batch_size=2)
+    batch = next(loader)
+    assert [info["env_uid"] for info in batch["meta_info"]] == ["the same"] * 2
+    assert len({info["uid"] for info in batch["meta_info"]}) == 2
+    assert {info["task"] for info in batch["meta_info"]} == {0, 1}
+    loader.async_step(answers(batch, reply))
+    play(loader, reply, lambda: len(loader.storage) >= 6)
+    assert set(loader.storage.lengths.tolist()) == {3}
+    assert loader.storage[:]["info"][0]["uid"] == "the same"
+
+
+def test_plain_prompts_are_the_observations_without_a_template(make, tokenizer):
+    heard = []
+    loader = make(env_class=Plain, env_configs=[{"heard": heard}])
+    texts = []
+    for _ in range(3):
+        batch = next(loader)
+        texts.append(tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()]))
+        loader.async_step(answers(batch, lambda row: [5, 6, END]))
+    wait_until(lambda: len(heard) == 3)
+    assert texts == ["1", "1 1", "1 1 2"]
+    assert heard == [tokenizer.decode([5, 6])] * 3
+
+
+def test_items_are_put_into_configs_that_have_none(make):
+    configs = [{}, {"task_configs": ["own"]}]
+    seen = []
+
+    class Reads(Plain):
+        def __init__(self, config):
+            super().__init__(config)
+            seen.append(config["task_configs"])
+
+    loader = make(env_class=Reads, env_configs=configs, task_configs=["a", "b"], batch_size=2)
+    next(loader)
+    assert sorted(seen) == [["a", "b"], ["own"]]
+
+
+def test_a_text_env_class_takes_its_config_as_keywords(make):
+    heard = [[], []]
+    configs = [{"heard": heard[0], "rewards": [1.0]}, {"heard": heard[1], "rewards": [0.0, 3.0]}]
+    loader = make(env_class=Scripted, env_configs=configs, batch_size=2)
+    rewards = {}
+    for batch in loader:
+        for worker, info in zip(batch["worker_id"], batch["meta_info"], strict=True):
+            rewards.setdefault(int(worker), set()).add(info["uid"])
+        loader.async_step(answers(batch, reply))
+        if len(loader.storage) > 12:
+            break
+    for episode in loader.storage.episodes():
+        worker = 0 if len(episode) == 1 else 1
+        assert episode["worker_id"].tolist() == [worker] * len(episode)
+        assert int(episode["collector", "traj_ids"][0]) in rewards[worker]
+
+
+# Long prompts
+
+
+class Talks(Scripted):
+    """Says many words: ``words`` at first, and ten after every response."""
+
+    def reset(self, data=None):
+        super().reset(data)
+        return [{"role": "user", "content": " ".join(["1"] * (data or {}).get("words", 5))}]
+
+    def step(self, response):
+        step = super().step(response)
+        return TextStep([{"role": "user", "content": "2 " * 9 + "2"}], step.reward, step.done)
+
+
+def test_a_long_prompt_loses_its_oldest_turns_but_never_the_opening(make):
+    item = {"rewards": [0.0] * 9 + [1.0]}
+    loader = make(Talks(), task_configs=[item], num_envs=1, max_prompt_length=60)
+    opening = None
+    lengths = []
+    for _ in range(10):
+        batch = next(loader)
+        prompt = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
+        opening = opening or prompt[:-1]
+        assert prompt[: len(opening)] == opening
+        lengths.append(len(prompt))
+        loader.async_step(answers(batch, reply))
+    assert lengths != sorted(lengths)
+    assert max(lengths) <= 60
+    wait_until(lambda: len(loader.storage) == 10)
+
+
+@pytest.mark.parametrize("chat", [None, ChatOptions(on_break="append")])
+def test_an_opening_that_is_too_long_rejects_the_episode_by_name(make, chat):
+    items = [{"words": 90}, {"words": 3}]
+    options = {} if chat is None else {"chat": chat}
+    loader = make(Talks(), task_configs=items, num_envs=1, max_prompt_length=60, **options)
+    play(loader, reply, lambda: len(loader.storage) >= 3)
+    assert loader.stats()["rejected/prompt_too_long"] >= 1
+
+
+def test_a_plain_observation_that_is_too_long_rejects_the_episode_by_name(make):
+    class Long(Plain):
+        def reset(self):
+            state, meta = super().reset()
+            return {**state, "obs": "1 " * 100 if self.episodes % 2 else "1"}, meta
+
+    loader = make(env_class=Long, env_configs=[{}])
+    play(loader, reply, lambda: len(loader.storage) >= 3)
+    assert loader.stats()["rejected/prompt_too_long"] >= 1
+
+
+def test_a_prompt_of_a_workflow_that_is_too_long_rejects_the_episode_by_name(make):
+    class Wide:
+        async def arun_episode(self, engine, data):
+            await engine.generate([5] * data["length"])
+            return 1.0
+
+    loader = make(Wide(), task_configs=[{"length": 65}, {"length": 64}], cycle=False)
+    assert play(loader, reply, lambda: False) == 1
+    assert loader.stats()["rejected/prompt_too_long"] == 1
+
+
+# Answers
+
+
+def test_answers_come_in_parts_in_any_order_and_from_any_thread(make):
+    loader = make(batch_size=4, num_envs=4)
+    batch = answers(next(loader), lambda row: [5 + row, END])
+    uids = [info["uid"] for info in batch["meta_info"]]
+
+    def answer(row):
+        loader.async_step({key: value[row : row + 1] for key, value in batch.items()})
+
+    threads = [threading.Thread(target=answer, args=[row]) for row in (2, 0, 3, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    second = next(loader)
+    assert sorted(info["uid"] for info in second["meta_info"]) == sorted(uids)
+    for row, info in enumerate(second["meta_info"]):
+        prompt = second["input_ids"][row][second["attention_mask"][row].bool()].tolist()
+        assert 5 + uids.index(info["uid"]) in prompt
+
+
+def test_an_answer_to_what_does_not_wait_any_more_is_dropped_and_counted(make):
+    loader = make(num_envs=1)
+    first = answers(next(loader), reply)
+    loader.async_step(first)
+    loader.async_step(first)
+    second = next(loader)
+    loader.async_step(first)
+    assert loader.stats()["answers/dropped"] == 2
+    assert second["meta_info"][0]["turn"] == 1
+    loader.async_step(answers(second, reply))
+    loader.async_step(answers(next(loader), reply))
+    wait_until(lambda: len(loader.storage) == 3)
+
+
+def test_an_answer_to_a_rejected_episode_is_dropped(make, monkeypatch):
+    monkeypatch.setattr("asyncio.new_event_loop", Loop)
+    loader = make(num_envs=1, limits=Limits(turn_timeout=LIMIT))
+    late = answers(next(loader), reply)
+    loader._collector._thread.loop.jump(2 * LIMIT)
+    wait_until(lambda: loader.stats().get("rejected/turn_timeout"))
+    new = next(loader)
+    assert new["meta_info"][0]["uid"] != late["meta_info"][0]["uid"]
+    loader.async_step(late)
+    assert loader.stats()["answers/dropped"] == 1
+    loader.async_step(answers(new, reply))
+    assert next(loader)["meta_info"][0]["turn"] == 1
+
+
+def changed(batch, **entries):
+    return {**batch, **entries}
+
+
+WRONG = {
+    "no entry": (lambda b: {k: v for k, v in b.items() if k != "responses"}, "responses"),
+    "rows": (lambda b: changed(b, responses=b["responses"][:1]), "responses must have a row"),
+    "flat": (lambda b: changed(b, prompts=b["prompts"][0]), "prompts must have two dimensions"),
+    "mask": (lambda b: changed(b, attention_mask=b["attention_mask"][:, 1:]), "attention_mask"),
+    "values": (lambda b: changed(b, attention_mask=b["attention_mask"] * 2), "attention_mask"),
+    "hole": (lambda b: with_mask(b, [1, 0, 1]), "attention_mask must be 1 within the response"),
+    "empty": (lambda b: with_mask(b, [0, 0, 0]), "responses must have at least one token"),
+    "vocabulary": (
+        lambda b: changed(b, responses=b["responses"] + 10**6),
+        "responses must be token",
+    ),
+    "negative": (lambda b: changed(b, responses=b["responses"] - 100), "responses must be token"),
+    "worker": (lambda b: changed(b, worker_id=[0, 9]), "worker_id must be in 0..2, got 9"),
+    "below": (lambda b: changed(b, worker_id=[0, -1]), "worker_id must be in 0..2, got -1"),
+    "twice": (lambda b: changed(b, worker_id=[0, 0]), "worker_id must name each worker once"),
+    "few": (lambda b: changed(b, worker_id=[0]), "worker_id must be one integer for each"),
+    "other": (
+        lambda b: changed(b, worker_id=b["worker_id"][::-1].copy()),
+        "worker_id must be that",
+    ),
+    "infos": (lambda b: changed(b, meta_info=b["meta_info"][:1]), "meta_info must have a dict"),
+    "uid": (lambda b: changed(b, meta_info=[{}, {}]), 'meta_info must be the dicts.*"uid"'),
+    "prompts": (lambda b: changed(b, prompts=b["prompts"] * 0), "prompts"),
+    "log_probs": (
+        lambda b: changed(b, log_probs=torch.zeros(2, 1)),
+        "log_probs must have the shape",
+    ),
+    "nan": (
+        lambda b: changed(b, log_probs=torch.full((2, 3), torch.nan)),
+        "log_probs must be finite",
+    ),
+    "long": (lambda b: long(b), "max_response_length=8"),
+}
+
+
+def with_mask(batch, last):
+    mask = batch["attention_mask"].clone()
+    mask[-1, -3:] = torch.tensor(last)
+    return {**batch, "attention_mask": mask}
+
+
+def long(batch):
+    mask = torch.cat([batch["attention_mask"][:, :-3], torch.ones(2, 9, dtype=torch.int64)], dim=1)
+    return {**batch, "responses": torch.full((2, 9), 5), "attention_mask": mask}
+
+
+def test_a_wrong_answer_is_refused_by_name_and_changes_nothing(make):
+    loader = make(batch_size=2, num_envs=3)
+    batch = answers(next(loader), lambda row: [5, 6, END])
+    for name, (wrong, message) in WRONG.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            loader.async_step(wrong(batch))
+        assert str(caught.value).endswith("."), name
+    with pytest.raises(TypeError, match="responses must hold integers"):
+        loader.async_step({**batch, "responses": batch["responses"].float()})
+    for wrong in (None, 3, [batch], "batch"):
+        with pytest.raises(TypeError, match=r"batch must be a dict with prompts, .*, got .*\.$"):
+            loader.async_step(wrong)
+    for name in ("prompts", "responses", "attention_mask", "worker_id", "meta_info"):
+        for wrong in (None, "text", object()):
+            with pytest.raises(TypeError, match=f"^{name} must be"):
+                loader.async_step({**batch, name: wrong})
+    with pytest.raises(TypeError, match="log_probs must be a tensor of floating numbers, got str"):
+        loader.async_step({**batch, "log_probs": "text"})
+    assert loader.stats()["prompts/unanswered"] == 2
+    assert loader.stats()["answers/dropped"] == 0
+    loader.async_step(batch)
+    wait_until(lambda: loader.stats()["prompts/waiting"] == 3)
+
+
+# What goes wrong, and ends
+
+
+def test_the_data_ends_with_smaller_batches(make):
+    items = [{"rewards": [0.0] * turns} for turns in (1, 2, 3, 4, 5)]
+    loader = make(task_configs=items, cycle=False, batch_size=3, num_envs=4)
+    sizes = []
+    for batch in loader:
+        sizes.append(len(batch["worker_id"]))
+        loader.async_step(answers(batch, reply))
+    assert sum(sizes) == 15
+    assert sizes == sorted(sizes, reverse=True)
+    assert loader.stats()["accepted"] == 5
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+class Dies(Plain):
+    """Dies, hangs or works, as its config says."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.fate("init")
+
+    def reset(self):
+        self.fate("reset")
+        return super().reset()
+
+    def step(self, action):
+        self.fate("step")
+        return super().step(action)
+
+    def fate(self, where):
+        if self.config.get("dies") == where:
+            raise ConnectionError("the worker is gone")
+        if self.config.get("hangs") == where:
+            self.config["hung"] = True
+            self.config["event"].wait(PATIENCE)
+
+
+def test_dead_and_hanging_environments_do_not_delay_the_others(make):
+    event = threading.Event()
+    fates = ({"dies": "init"}, {"dies": "step"}, {"hangs": "reset", "event": event}, {}, {})
+    configs = [dict(fate) for fate in fates]
+    loader = make(env_class=Dies, env_configs=configs, batch_size=2)
+    try:
+        play(loader, reply, lambda: len(loader.storage) >= 30)
+        stats = loader.stats()
+        assert stats["rejected/ConnectionError"] >= 2
+        assert stats["waiting/longest"] > 0
+        assert set(loader.storage[:]["worker_id"].tolist()) == {3, 4}
+    finally:
+        event.set()
+
+
+class Broken(Scripted):
+    """Fails at ``reset``, before it answers, or never."""
+
+    def __init__(self, fails_in="never"):
+        super().__init__()
+        self.fails_in = fails_in
+
+    def __deepcopy__(self, memo):
+        return Broken(self.fails_in)
+
+    def reset(self, data=None):
+        if self.fails_in == "reset" or (data or {}).get("bad"):
+            raise OSError("gone")
+        return super().reset(data)
+
+    def step(self, response):
+        if self.fails_in == "step":
+            raise OSError("gone")
+        return super().step(response)
+
+
+@pytest.mark.parametrize("fails_in", ["reset", "step"])
+def test_a_dead_environment_uses_up_no_items(make, monkeypatch, fails_in):
+    monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.02)
+    loader = make(
+        env_class=Broken,
+        env_configs=[{"fails_in": fails_in}, {}],
+        task_configs=[{"item": k} for k in range(20)],
+        cycle=False,
+    )
+    play(loader, reply, lambda: False)
+    stored = Counter(data["item"] for data in loader.storage[:]["data"])
+    assert stored == dict.fromkeys(range(20), 3)
+    assert loader.stats()["rejected/OSError"] >= 1
+    assert not loader._slots._failed_items
+
+
+def test_a_dead_environment_uses_up_no_groups_that_are_refilled(make, monkeypatch):
+    monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.02)
+    loader = make(
+        env_class=Broken,
+        env_configs=[{"fails_in": "reset"}, {}],
+        task_configs=[{"item": k} for k in range(4)],
+        cycle=False,
+        group_size=2,
+        incomplete_groups="refill",
+    )
+    play(loader, reply, lambda: False)
+    assert Counter(data["item"] for data in loader.storage[:]["data"]) == dict.fromkeys(range(4), 6)
+
+
+def test_a_slot_that_fails_thousands_of_times_is_still_tried():
+    slot = slots.Slots(1)._slots[0]
+    slot.failures = 10**5
+    episode = Episode({}, 0, 0)
+    assert slots.Slots(1).give_back(slot, episode, OSError("gone"))
+    assert slot.next_attempt > 0
+
+
+def test_an_item_that_fails_in_all_environments_is_dropped(make, monkeypatch):
+    monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.0)
+    items = [{"item": k, "bad": k % 3 == 0} for k in range(12)]
+    loader = make(Broken(), task_configs=items, cycle=False, num_envs=3)
+    play(loader, reply, lambda: False)
+    assert {data["item"] for data in loader.storage[:]["data"]} == {
+        item["item"] for item in items if not item["bad"]
+    }
+    assert loader.stats()["accepted"] == 8
+    assert loader.stats()["rejected/OSError"] >= 12
+
+
+def test_an_environment_is_made_anew_after_a_failure(make):
+    made = []
+
+    class FailsOnce(Plain):
+        def __init__(self, config):
+            super().__init__(config)
+            made.append(self)
+
+        def step(self, action):
+            if len(made) == 1:
+                raise OSError("lost")
+            return super().step(action)
+
+    config = {}
+    loader = make(env_class=FailsOnce, env_configs=[config])
+    play(loader, reply, lambda: len(loader.storage) >= 6)
+    assert len(made) == 2
+    assert loader.stats()["rejected/OSError"] == 1
+    wait_until(lambda: config.get("closed"))
+
+
+@pytest.mark.parametrize("where", ["init", "reset"])
+def test_without_any_environment_the_next_batch_raises_the_cause(make, where, monkeypatch):
+    monkeypatch.setattr(slots, "_FIRST_PAUSE", 0.0)
+    loader = make(env_class=Dies, env_configs=[{"dies": where}] * 2)
+    with pytest.raises(RuntimeError, match="ConnectionError: the worker is gone") as caught:
+        next(loader)
+    assert isinstance(caught.value.__cause__, (ConnectionError, RuntimeError))
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        loader.sample_from_buffer(1)
+
+
+def test_an_environment_that_always_fails_raises_the_cause(make, monkeypatch):
+    monkeypatch.setattr(slots, "_FIRST_PAUSE", 0.0)
+
+    class Broken(TextEnv):
+        def reset(self, data=None):
+            raise OSError("no server")
+
+        def step(self, response):
+            raise AssertionError
+
+    loader = make(Broken, num_envs=3, batch_size=2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no server") as caught:
+            next(loader)
+        assert "no server" in str(caught.value.__cause__)
+
+
+def test_data_of_which_every_episode_fails_is_no_silent_end(make):
+    class Broken(Scripted):
+        def reset(self, data=None):
+            raise OSError("no server")
+
+    loader = make(Broken(), task_configs=[{}] * 3, cycle=False)
+    with pytest.raises(
+        RuntimeError, match=r"all \d+ episodes were rejected, .* OSError: no server"
+    ):
+        next(loader)
+
+
+def test_the_number_of_failures_in_a_row_may_be_given(make):
+    loader = make(
+        env_class=Dies,
+        env_configs=[{"dies": "reset"}, {}],
+        max_consecutive_failures=3,
+        batch_size=2,
+    )
+    with pytest.raises(RuntimeError, match="3 episodes in a row were rejected"):
+        next(loader)
+
+
+def test_fewer_environments_than_a_batch_are_an_error_that_can_be_mended(make, monkeypatch):
+    monkeypatch.setattr(slots, "_FIRST_PAUSE", 0.0)
+    configs = [{}, {"dies": "reset"}]
+    loader = make(env_class=Dies, env_configs=configs, batch_size=2)
+    with pytest.raises(RuntimeError, match=r"only 1 of 2 environments are left.*\[1\]"):
+        next(loader)
+    del configs[1]["dies"]
+    wait_until(lambda: loader.stats()["prompts/waiting"] == 2)
+    assert len(next(loader)["worker_id"]) == 2
+
+
+def threads_of_loaders():
+    names = ("torchrl_mt-rollout", "torchrl_mt-collect", "torchrl_mt-call")
+    return [thread for thread in threading.enumerate() if thread.name in names]
+
+
+def test_closing_wakes_who_waits_and_leaves_no_thread(make):
+    before = set(threads_of_loaders())
+    loader = make(batch_size=2, num_envs=2)
+    next(loader)
+    waiting = in_thread(lambda: next(loader))
+    sampling = in_thread(lambda: loader.sample_from_buffer(1))
+    wait_until(lambda: len(loader._callers.takers) == 2)
+    loader.close()
+    for outcome in (waiting(), sampling()):
+        assert isinstance(outcome, RuntimeError)
+        assert "closed" in str(outcome)
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+    wait_until(lambda: not set(threads_of_loaders()) - before)
+
+
+# Who waits for whom
+
+
+def test_a_loop_that_forgets_to_answer_is_told(make, kind):
+    loader = make(batch_size=2, **kind(5))
+    with pytest.raises(RuntimeError, match=r"all 4 prompts wait for your answers.*async_step"):
+        for _ in loader:
+            pass
+    with pytest.raises(RuntimeError, match="4 steps were asked for and 0 are stored, but all 5"):
+        loader.sample_from_buffer(4)
+
+
+def test_a_loop_that_stops_answering_is_told(make):
+    loader = make(batch_size=2, num_envs=2)
+    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
+    batch = next(loader)
+    with pytest.raises(RuntimeError, match="all 2 prompts wait for your answers"):
+        next(loader)
+    loader.async_step(answers(batch, reply))
+    assert len(next(loader)["worker_id"]) == 2
+
+
+def test_a_loop_that_forgets_the_last_answers_is_told(make):
+    loader = make(task_configs=[{}] * 3, cycle=False, batch_size=2, num_envs=3)
+    batch, last = next(loader), None
+    with pytest.raises(RuntimeError, match="all 2 prompts wait for your answers"):
+        last = next(loader)
+    assert last is None
+    loader.async_step(answers(batch, reply))
+    assert play(loader, reply, lambda: False) == 7
+
+
+def test_a_sample_of_a_loader_whose_prompts_nobody_took_is_refused(make):
+    loader = make(batch_size=2, num_envs=3)
+    with pytest.raises(RuntimeError, match="all 3 environments wait for answers: take batches"):
+        loader.sample_from_buffer(1)
+
+
+@pytest.fixture
+def warned(monkeypatch, caplog):
+    """Waits until a warning with some words is logged; waiting counts as long from the first look."""
+    monkeypatch.setattr(waiting, "_WARN_AFTER", 0.0)
+    monkeypatch.setattr(waiting, "_CERTAIN_AFTER", 0.0)
+    return lambda words: wait_until(lambda: words in caplog.text)
+
+
+def test_a_loop_waits_for_another_thread_that_answers(make, warned):
+    loader = make(batch_size=2, num_envs=2)
+    answered = in_thread(lambda: loader.async_step(answers(next(loader), reply)))
+    assert answered() is None
+    batch = next(loader)
+    following = in_thread(lambda: next(loader))
+    warned("all 2 prompts wait for your answers")
+    loader.async_step(answers(batch, reply))
+    assert len(following()["worker_id"]) == 2
+
+
+def test_a_loop_waits_for_a_thread_that_has_not_answered_yet(make, warned):
+    loader = make(batch_size=2, num_envs=2)
+    batch, go = next(loader), threading.Event()
+
+    def answer():
+        go.wait(PATIENCE)
+        loader.async_step(answers(batch, reply))
+
+    answered = in_thread(answer)
+    following = in_thread(lambda: next(loader))
+    warned("all 2 prompts wait for your answers")
+    go.set()
+    assert answered() is None
+    assert len(following()["worker_id"]) == 2
+
+
+def test_prompts_that_a_time_limit_ends_may_stay_unanswered(make, warned, monkeypatch):
+    monkeypatch.setattr("asyncio.new_event_loop", Loop)
+    loader = make(num_envs=1, limits=Limits(turn_timeout=LIMIT))
+    loader.async_step(answers(next(loader), reply))
+    first = next(loader)["meta_info"][0]["uid"]
+
+    def jump():
+        warned("all 1 prompts wait for your answers")
+        loader._collector._thread.loop.jump(2 * LIMIT)
+
+    jumped = in_thread(jump)
+    assert next(loader)["meta_info"][0]["uid"] != first
+    assert jumped() is None
+
+
+def test_environments_that_do_not_begin_are_told_of(make, warned):
+    event = threading.Event()
+    configs = [{}, {}, {"hangs": "reset", "event": event}, {"hangs": "reset", "event": event}]
+    loader = make(env_class=Dies, env_configs=configs, batch_size=4)
+    try:
+        wait_until(lambda: loader.stats()["prompts/waiting"] == 2)
+        batch = in_thread(lambda: next(loader))
+        warned("only 2 of num_envs=4 environments have begun their episode")
+    finally:
+        event.set()
+    assert len(batch()["worker_id"]) == 4
+
+
+def test_a_hanging_environment_does_not_keep_a_loader_from_closing(make):
+    event = threading.Event()
+    configs = [{"hangs": "reset", "event": event}, {}]
+    loader = make(env_class=Dies, env_configs=configs)
+    next(loader)
+    loader.close()  # The test ends.
+    stats = loader.stats()
+    assert stats["running"] == 0
+    assert stats["started"] == stats["rejected/cancelled"]
+    event.set()
+
+
+def test_a_hanging_step_is_ended_by_a_time_limit(make, monkeypatch):
+    monkeypatch.setattr("asyncio.new_event_loop", Loop)
+    event = threading.Event()
+    configs = [{"hangs": "step", "event": event}]
+    loader = make(env_class=Dies, env_configs=configs, limits=Limits(tool_timeout=LIMIT))
+    loader.async_step(answers(next(loader), reply))
+    wait_until(lambda: configs[0].get("hung"))
+    del configs[0]["hangs"]
+    loader._collector._thread.loop.jump(2 * LIMIT)
+    wait_until(lambda: loader.stats().get("rejected/tool_timeout"))
+    play(loader, reply, lambda: len(loader.storage) >= 3)
+    event.set()
+
+
+def test_an_unanswered_prompt_is_seen_to_wait(make):
+    loader = make(num_envs=1)
+    next(loader)
+    wait_until(lambda: loader.stats()["waiting/longest"] > 0.01)
+    assert loader.stats()["prompts/unanswered"] == 1
+
+
+# Many, and other forms of environments
+
+
+def test_sixty_four_environments_in_threads_each_play_their_own_episodes(make):
+    class Threaded(Scripted):
+        inline = False
+
+    heard = []
+    items = [{}] * 128
+    loader = make(Threaded(heard), task_configs=items, cycle=False, batch_size=32, num_envs=64)
+    rng = random.Random(0)
+    given = play(loader, lambda row: [rng.randrange(4, 8), END], lambda: False)
+    assert given == len(heard) == len(loader.storage) == 3 * 128
+    stats = loader.stats()
+    assert (stats["accepted"], stats["rejected"]) == (128, 0)
+
+
+def test_a_workflow_may_ask_several_prompts_at_once(make):
+    import asyncio
+
+    class Both:
+        async def arun_episode(self, engine, data):
+            one, two = await asyncio.gather(
+                engine.generate([5, 6], temperature=0.5), engine.generate([7])
+            )
+            return [float(one.token_ids[0]), float(two.token_ids[0])]
+
+    loader = make(Both(), task_configs=[{}], cycle=False)
+    sampling = []
+    for batch in loader:
+        sampling.append(batch["meta_info"][0].get("sampling"))
+        first = batch["input_ids"][0, -1].item()
+        loader.async_step(answers(batch, lambda row, first=first: [first + 1, END]))
+    assert sampling == [{"temperature": 0.5}, None]
+    assert loader.storage[:]["next", "reward"].tolist() == [[7.0], [8.0]]
+
+
+def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
+    import asyncio
+
+    class Asks:
+        async def run(self, data, *, base_url, api_key, http_client):
+            async def ask(word):
+                request = {"messages": [{"role": "user", "content": word}]}
+                reply = await http_client.post("/chat/completions", json=request)
+                return reply.json()["choices"][0]["message"]["content"]
+
+            first = await ask("1")
+            others = await asyncio.gather(ask("2"), ask("3"))
+            return float([first, *others] == ["2"] * 3)
+
+    options = {"task_configs": [{}] * 6, "cycle": False, "max_response_length": 20}
+    loader = make(Asks(), batch_size=2, num_envs=3, **options)
+    two = tokenizer.convert_tokens_to_ids("2")
+    slots_of = {}
+    for batch in loader:
+        for worker, info in zip(batch["worker_id"].tolist(), batch["meta_info"], strict=True):
+            slots_of.setdefault(info["uid"], set()).add(worker)
+        loader.async_step(answers(batch, lambda row: [two, END]))
+    assert loader.storage.lengths.tolist() == [3] * 6
+    assert float(loader.storage[:]["next", "reward"].sum()) == 6
+    assert {len(each) for each in slots_of.values()} == {1}
+    for episode in loader.storage.episodes():
+        uid = int(episode["collector", "traj_ids"][0])
+        assert set(episode["worker_id"].tolist()) == slots_of[uid]
+
+
+@pytest.mark.slow
+def test_environments_may_run_in_processes(make):
+    options = {"task_configs": [{}] * 6, "cycle": False}
+    loader = make(Tells, batch_size=2, num_envs=4, env_workers=2, **options)
+    assert play(loader, reply, lambda: False) == 12
+    assert len({info["pid"] for info in loader.storage[:]["info"]}) == 2
+
+
+def test_groups_share_an_item(make):
+    loader = make(task_configs=[{"a": 1}, {"a": 2}], cycle=False, group_size=2, num_envs=4)
+    play(loader, reply, lambda: False)
+    groups = [int(episode["group"][0]) for episode in loader.storage.episodes()]
+    assert sorted(Counter(groups).values()) == [2, 2]
+
+
+@settings(max_examples=6)
+@given(
+    items=st.lists(
+        st.fixed_dictionaries({"turns": st.integers(1, 4), "fails_at": st.integers(0, 6)}),
+        min_size=1,
+        max_size=8,
+    ),
+    num_envs=st.integers(1, 4),
+    num_loops=st.integers(1, 3),
+)
+def test_every_episode_is_accepted_or_rejected_whoever_answers(
+    tokenizer, items, num_envs, num_loops
+):
+    """Several loops at once, and environments that fail: nothing is lost, mixed up or left waiting."""
+
+    class Fails(Scripted):
+        def reset(self, data=None):
+            self.fails_at = data["fails_at"]
+            return super().reset({"rewards": [1.0] * data["turns"]})
+
+        def step(self, response):
+            if self.turn + 1 == self.fails_at:
+                raise OSError("lost")
+            return super().step(response)
+
+    items = [*items, {"turns": 1, "fails_at": 0}]  # If none were accepted, the loops would raise.
+    told = {}
+
+    def loop():
+        for batch in loader:
+            workers = batch["worker_id"].tolist()
+            made = answers(batch, lambda row, of=workers: [4 + of[row], random.randrange(4, 9)])
+            for info, ids in zip(batch["meta_info"], made["responses"], strict=True):
+                told[info["uid"], info["turn"]] = ids.tolist()
+            loader.async_step(made)
+
+    with MultiTurnDataLoader(
+        Fails(),
+        tokenizer,
+        task_configs=items,
+        cycle=False,
+        num_envs=num_envs,
+        batch_size=1,
+        max_prompt_length=64,
+    ) as loader:
+        outcomes = [in_thread(loop) for _ in range(num_loops)]
+        assert [outcome() for outcome in outcomes] == [None] * num_loops
+        stats = loader.stats()
+        failing = [item for item in items if 0 < item["fails_at"] <= item["turns"]]
+        again = [item for item in failing if item["fails_at"] == 1]  # In another environment.
+        assert (stats["started"], stats["running"]) == (stats["accepted"] + stats["rejected"], 0)
+        assert stats.get("rejected/OSError", 0) == stats["rejected"]
+        assert stats["rejected"] >= len(failing)
+        assert again or stats["rejected"] == len(failing)
+        assert stats["accepted"] == len(items) - len(failing) == loader.storage.num_episodes
+        assert stats["prompts/unanswered"] == stats["prompts/waiting"] == 0
+        for episode in loader.storage.episodes():
+            uid = int(episode["collector", "traj_ids"][0])
+            given = [told[uid, turn] for turn in range(len(episode))]
+            assert episode["tokens", "response"].tolist() == given
+            assert {ids[0] - 4 for ids in given} == {int(episode["worker_id"][0])}
+
+
+@pytest.mark.slow
+def test_the_pages_loop_runs_as_it_stands():
+    torch.manual_seed(0)
+    names = {}
+    exec(
+        code_of("collecting.rst", "A loop that asks for prompts").replace("== 100", "== 20"), names
+    )
+    assert names["loader"].stats()["policy_version"] > 3
+    assert names["loss"].isfinite()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 3, "num_envs": 2}, ValueError, "batch_size must be at most num_envs=2"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"env": None}, ValueError, "env or env_class must be given"),
+        ({"env_class": Plain, "env_configs": [{}]}, ValueError, "one of the two, got both"),
+        ({"env": None, "env_class": Plain}, ValueError, "must be given together"),
+        (
+            {"env": None, "env_class": Plain, "env_configs": [{}], "num_envs": 2},
+            ValueError,
+            "num_envs must be the number of env_configs, 1",
+        ),
+        ({"env": None, "env_class": int, "env_configs": [{}]}, TypeError, "reset and step"),
+        (
+            {"env": None, "env_class": 3, "env_configs": [{}]},
+            TypeError,
+            "env_class must be a class",
+        ),
+        (
+            {
+                "env": None,
+                "env_class": Scripted,
+                "env_configs": [{}, {"turns": 3}],
+                "batch_size": 1,
+            },
+            TypeError,
+            r"env_configs\[1\] must be the keyword arguments of Scripted.*'turns'",
+        ),
+        (
+            {
+                **{"env": None, "env_class": Plain, "env_configs": [3]},
+                **{"task_configs": [1], "batch_size": 1},
+            },
+            TypeError,
+            "env_configs must be dicts",
+        ),
+        ({"tokenizer": None}, TypeError, "tokenizer must be that of the policy, got None"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be .* got 'gpt2': .*from_pretrained"),
+        ({"tokenizer": Scripted}, TypeError, r"tokenizer must be .* got <class .*\(env, tokenizer"),
+        ({"tokenizer": Scripted()}, TypeError, r"tokenizer must be .* got <.*\(env, tokenizer"),
+        ({"processor": object()}, TypeError, "processor must be one of Qwen2VLProcessor"),
+        ({"is_multi_modal": True}, ValueError, "is_multi_modal"),
+        ({"replay_capacity": 0}, ValueError, "replay_capacity"),
+        ({"replay_reward_discount": 1.5}, ValueError, "replay_reward_discount"),
+        ({"max_prompt_length": 0}, ValueError, "max_prompt_length"),
+        ({"max_response_length": -1}, ValueError, "max_response_length"),
+        ({"balance_thres": float("nan")}, ValueError, "balance_thres"),
+        ({"max_concurrency": 3}, TypeError, "max_concurrency itself"),
+        ({"max_prompt_tokens": 3}, ValueError, "max_prompt_length"),
+        ({"limits": Limits(max_response_tokens=3)}, ValueError, "max_response_length"),
+        ({"no_such": 3}, TypeError, "no_such"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(tokenizer, options, error, message):
+    with pytest.raises(error, match=message):
+        MultiTurnDataLoader(**{"env": Scripted(), "tokenizer": tokenizer, **options})

@@ -1,0 +1,175 @@
+"""The loader's prompts with images: batches and stored rows are those of the model's processor."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from tests.collectors.pictures import Screens, picture
+from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader
+from torchrl_mt.testing import tiny_vl_model
+from torchrl_mt.vision import StoredImage, VisionProcessor
+
+MARKED = "<|vision_start|>{}<|vision_end|>"
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "llava"])
+def model(request):
+    return tiny_vl_model(request.param)
+
+
+class Worker:
+    """An environment in cua-bench's form: the whole prompt as text, screenshots in base64 in it."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self):
+        self.turn = 0
+        self.obs = f"what is in this picture ? {self.screen()}"
+        return {"obs": self.obs}, {"uid": "0"}
+
+    def screen(self):
+        image = StoredImage.of(picture(10 * self.config["n"] + self.turn))
+        return MARKED.format(base64.b64encode(image.file()[1]).decode())
+
+    def step(self, text):
+        self.turn += 1
+        self.obs += f" {text} {self.screen()}"
+        return {"obs": self.obs, "reward": 1.0, "done": self.turn == 3}, {"uid": "0"}
+
+
+def answered(batch, tokenizer, text="go <end>"):
+    said = torch.tensor([tokenizer(text)["input_ids"]] * len(batch["worker_id"]))
+    shown = [batch["attention_mask"], torch.ones_like(said)]
+    return {
+        "prompts": batch["input_ids"],
+        "responses": said,
+        "attention_mask": torch.cat(shown, dim=1),
+        "worker_id": batch["worker_id"],
+        "meta_info": batch["meta_info"],
+    }
+
+
+def check_row(model, ids, mask, positions, data, inputs):
+    """A row is what the model takes, by transformers' own means."""
+    model, processor = model
+    real = ids[mask.bool()]
+    grid = inputs.get("image_grid_thw")
+    assert len(data["image"]) == (len(inputs["pixel_values"]) if grid is None else len(grid))
+    expected = VisionProcessor.of(processor).batch([StoredImage.of(x) for x in data["image"]])
+    assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+    if grid is None:
+        assert positions[mask.bool()].tolist() == list(range(len(real)))
+        return
+    is_image = (real == processor.image_token_id).int()[None]
+    kwargs = {"image_grid_thw": grid, "attention_mask": torch.ones_like(real)[None]}
+    try:
+        wanted, _ = model.model.get_rope_index(real[None], is_image, **kwargs)
+    except (TypeError, AttributeError):  # Up to transformers 4 it takes no types of tokens.
+        wanted, _ = model.model.get_rope_index(real[None], **kwargs)
+    assert torch.equal(positions[:, mask.bool()], wanted[:, 0])
+
+
+def check_batch(model, batch):
+    for row in range(len(batch["worker_id"])):
+        check_row(
+            model,
+            *(batch[name][row] for name in ("input_ids", "attention_mask", "position_ids")),
+            batch["multi_modal_data"][row],
+            batch["multi_modal_inputs"][row],
+        )
+
+
+def play(loader, model, steps):
+    """Answer until ``steps`` are stored; return the prompts in order."""
+    seen = []
+    for batch in loader:
+        check_batch(model, batch)
+        for row, ids in enumerate(batch["input_ids"]):
+            raw = batch["raw_prompt_ids"][row]
+            assert raw.count(model[1].image_token_id) == len(
+                batch["multi_modal_data"][row]["image"]
+            )
+            seen.append(ids[batch["attention_mask"][row].bool()].tolist())
+        loader.async_step(answered(batch, model[1].tokenizer))
+        if len(loader.storage) >= steps:
+            return seen
+    return seen
+
+
+def test_observations_with_images(model):
+    processor = model[1]
+    configs = [{"n": 0}, {"n": 1}]
+    with MultiTurnDataLoader(
+        None,
+        processor.tokenizer,
+        processor=processor,
+        env_class=Worker,
+        env_configs=configs,
+        batch_size=2,
+        max_prompt_length=200,
+        max_response_length=4,
+        is_multi_modal=True,
+    ) as loader:
+        seen = play(loader, model, 6)
+        steps = loader.sample_from_buffer(6)
+    images = [picture(0), picture(1)]
+    start, end = MARKED.split("{}") if "Qwen" in type(processor).__name__ else ("", "")
+    mark = f"{start}{processor.image_token}{end}"
+    text = f"what is in this picture ? {mark} go {mark}"
+    whole = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
+    assert whole in seen
+    for row in range(6):
+        check_row(
+            model,
+            *(steps[name][row] for name in ("input_ids", "attention_mask", "position_ids")),
+            steps["multi_modal_data"][row],
+            steps["multi_modal_inputs"][row],
+        )
+        shown = steps["multi_modal_data"][row]["image"]
+        tokens = VisionProcessor.of(processor)
+        count = sum(len(tokens.inputs(StoredImage.of(each)).token_ids) for each in shown)
+        prompt = steps[row]["tokens", "prompt"]
+        assert int((prompt == processor.image_token_id).sum()) == count > 0
+
+
+def test_messages_with_images(model):
+    processor = model[1]
+    with MultiTurnDataLoader(
+        Screens(3),
+        processor.tokenizer,
+        task_configs=[{"first": 1}],
+        processor=processor,
+        batch_size=1,
+        max_prompt_length=200,
+        max_response_length=4,
+    ) as loader:
+        batch = next(loader)
+        barred = answered(batch, processor.tokenizer, processor.image_token)
+        with pytest.raises(ValueError, match="stand for images"):
+            loader.async_step(barred)
+        loader.async_step(answered(batch, processor.tokenizer))
+        play(loader, model, 3)
+        stored = len(loader.storage)  # Further episodes may have ended meanwhile.
+        steps = loader.sample_from_buffer(stored)
+    lengths = sorted(len(data["image"]) for data in steps["multi_modal_data"])
+    assert lengths == sorted([1, 2, 3] * (stored // 3))
+    first = {np.asarray(data["image"][0]).tobytes() for data in steps["multi_modal_data"]}
+    assert len(first) == 1
+
+
+def test_the_switch_for_images(model):
+    processor = model[1]
+    with pytest.raises(ValueError, match="processor must be that of the model"):
+        MultiTurnDataLoader(Screens(), processor.tokenizer, is_multi_modal=True)
+    _, other = tiny_vl_model("qwen2_vl", "quite other words")
+    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
+        MultiTurnDataLoader(Screens(), other.tokenizer, processor=processor)
+    with MultiTurnDataLoader(
+        Screens(), processor.tokenizer, processor=processor, is_multi_modal=False, batch_size=1
+    ) as loader:
+        assert loader._vision is None

@@ -1,0 +1,325 @@
+"""The protocol of worker servers: forms, faults, and what is left on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bridges.cua_bench.fake_worker import FakeWorker, acting, png
+from tests.bridges.cua_bench.test_actions import actions
+from tests.bridges.cua_bench.test_computer_env import env_on, executed, play
+from tests.faulty_server import after, half, nothing, running, silent, status, success
+from tests.idle_clock import LIMIT, Loop
+from tests.tiers import examples
+from tests.waiting import wait_until
+from torchrl_mt.bridges.cua_bench import ComputerError, leases, parse_actions
+from torchrl_mt.bridges.cua_bench.worker import server_form
+
+STEP = {"reward": 0.0, "done": False, "text": "screen"}
+
+
+@pytest.fixture
+def server():
+    with running(FakeWorker()) as made:
+        yield made
+    assert leases._taken == set()
+    leases._pauses.clear()
+
+
+def answered(handler):
+    """No fault: the server's own answer."""
+    handler.send(*handler.server.answer(handler.path, handler.server.seen[-1]))
+
+
+async def step_and_close(env, response):
+    """Play a step after a reset, and close the environment whatever happens."""
+    try:
+        await env.reset(0)
+        return await env.step(response)
+    finally:
+        await env.close()
+
+
+# ---- forms --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [
+        ("click(0.5, 0.25)", {"type": "ClickAction", "x": 100, "y": 25}),
+        ("left_double(1.0, 1.0)", {"type": "DoubleClickAction", "x": 199, "y": 99}),
+        ("right_single(0, 999)", {"type": "RightClickAction", "x": 0, "y": 99}),
+        (
+            "drag(0, 0.5, 0.5, 1)",
+            {"type": "DragAction", "from_x": 0, "from_y": 50, "to_x": 100, "to_y": 99},
+        ),
+        ("hotkey(ctrl, c)", {"type": "HotkeyAction", "keys": ["ctrl", "c"]}),
+        ("key(enter)", {"type": "KeyAction", "key": "enter"}),
+        ("type('a, b')", {"type": "TypeAction", "text": "a, b"}),
+        ("scroll(down)", {"type": "ScrollAction", "direction": "down", "amount": 100}),
+        (
+            "scroll(0.5, 0.5, up, 300)",
+            {"type": "ScrollAction", "direction": "up", "amount": 300, "x": 100, "y": 50},
+        ),
+        ("wait()", {"type": "WaitAction", "seconds": 1.0}),
+        ("wait(2.5)", {"type": "WaitAction", "seconds": 2.5}),
+        ("done()", {"type": "DoneAction"}),
+    ],
+)
+def test_forms_of_actions(written, form):
+    (action,) = parse_actions(acting(written))
+    assert server_form(action, (200, 100)) == form
+
+
+@given(actions, st.integers(1, 5000), st.integers(1, 5000))
+@examples(500, few=20)
+def test_pixels_are_on_the_screen(action, width, height):
+    if action.name == "call_user":
+        return
+    form = server_form(action, (width, height))
+    for name, value in form.items():
+        if name in ("x", "from_x", "to_x"):
+            assert value in range(width)
+        if name in ("y", "from_y", "to_y"):
+            assert value in range(height)
+
+
+# ---- observations -------------------------------------------------------------------------------
+
+
+def jpeg(width, height):
+    """The beginning of an image: fill bytes, a table and a comment before the frame."""
+    frame = b"\xff\xc2\x00\x0b\x08" + height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    before = b"\xff\xd8\xff\xe0\x00\x04\xff\xc0\xff\xff\xff\xc4\x00\x03\x00\xff\xfe\x00\x04\xff\xd9"
+    return base64.b64encode(before + frame + b"\x01\x01\x11\x00").decode()
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ({"screenshot": png(321, 123)}, (321, 123)),
+        ({"screenshot": jpeg(321, 123)}, (321, 123)),
+        ({"screenshot": "data:image/png;base64," + png(321, 123)}, (321, 123)),
+        ({"screenshot": png(321, 123), "text": "tree", "width": 7, "height": 7}, (321, 123)),
+        ({"screenshot": None, "text": "tree", "width": 321, "height": 123}, (321, 123)),
+        ({"observation": {"role": "window"}}, (1920, 1080)),
+        ({"text": ""}, (1920, 1080)),
+    ],
+)
+def test_sizes_of_screens(said, size):
+    with running(FakeWorker(lambda steps: said)) as server:
+        opening, _ = play(env_on(server), [acting("click(0.999999, 0.999999)")])
+    (form,) = executed(server)
+    assert (form["x"] + 1, form["y"] + 1) == size
+    content = opening[0]["content"]
+    if said.get("screenshot"):
+        kind = "jpeg" if said["screenshot"] == jpeg(*size) else "png"
+        encoded = said["screenshot"].rpartition(",")[2]
+        assert content[-1]["image"] == f"data:image/{kind};base64,{encoded}"
+        assert ("tree" in content[0]["text"]) == ("text" in said)
+    else:
+        assert content.endswith(
+            "\n\n" + ('{"role": "window"}' if "observation" in said else said["text"])
+        )
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"progressive": True}, {"quality": 30, "dpi": (72, 72)}])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_sizes_of_real_screenshots(kind, kwargs):
+    library = pytest.importorskip("PIL.Image")
+    image, notes = library.new("RGB", (301, 203), "red"), library.Exif()
+    notes[270] = "\u00ff\u00c0" * 99
+    file = io.BytesIO()
+    image.save(file, kind, exif=notes, **kwargs)
+    screenshot = base64.b64encode(file.getvalue()).decode()
+    with running(FakeWorker(lambda steps: {"screenshot": screenshot})) as server:
+        opening, _ = play(env_on(server), [acting("click(1.0, 1.0)")])
+    assert executed(server) == [{"type": "ClickAction", "x": 300, "y": 202}]
+    load_image = pytest.importorskip("transformers.image_utils").load_image
+    assert load_image(opening[0]["content"][-1]["image"]).size == (301, 203)
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (nothing, "RemoteProtocolError"),
+        (half, "RemoteProtocolError"),
+        (status(500, "no display"), "status 500: no display"),
+        (status(503), "status 503"),
+        (status(404), "status 404"),
+        (success(b"{"), "the answer is no JSON"),
+        (success([]), "the answer lacks what is read"),
+        (success({**STEP, "text": None}), "no screenshot, text or observation"),
+        (success({**STEP, "reward": float("nan")}), "reward must be a finite number, got nan"),
+        (success({**STEP, "reward": True}), "reward must be a finite number, got True"),
+        (success({**STEP, "done": "no"}), "done must be true or false, got 'no'"),
+        (success({"done": False, "text": "a"}), "the answer lacks what is read: KeyError"),
+        (success({**STEP, "screenshot": 3}), "screenshot must be a string in base64"),
+        (success({**STEP, "screenshot": "a!"}), "screenshot must be in base64"),
+        (success({**STEP, "screenshot": "aaaa"}), "screenshot must be a PNG or JPEG image"),
+        (
+            success({**STEP, "screenshot": jpeg(1, 1)[:20]}),
+            "screenshot must be a PNG or JPEG image",
+        ),
+        (
+            success({**STEP, "screenshot": png(0, 1)}),
+            "width and height must be positive, got 0 x 1",
+        ),
+        (success({**STEP, "width": "3"}), "width and height must be positive, got 3 x None"),
+    ],
+)
+def test_a_step_that_fails_is_sent_once_and_the_computer_is_released(server, fault, reason):
+    server.faults = [answered, fault]
+    with pytest.raises(ComputerError, match=r"POST http.*/step failed after 1 attempt: ") as caught:
+        asyncio.run(step_and_close(env_on(server), acting("key(a)", "done()")))
+    assert reason in str(caught.value)
+    assert [sorted(body) for body in server.seen[1:]] == [["action", "env_id"], ["env_id"]]
+    assert server.active == {}
+    wait_until(lambda: server.open == 0)
+
+
+def test_a_server_that_ignores_done_is_an_error(server):
+    server.faults = [answered, success(STEP)]
+    with pytest.raises(ComputerError, match="says that it is not done"):
+        asyncio.run(step_and_close(env_on(server), acting("done()")))
+    assert [path for path, _ in server.asked] == ["/reset", "/shutdown"]
+
+
+def test_no_step_after_one_that_failed(server):
+    async def main():
+        env = env_on(server)
+        await env.reset(0)
+        with pytest.raises(ComputerError):
+            await env.step(acting("key(a)"))
+        with pytest.raises(RuntimeError, match="call reset first"):
+            await env.step(acting("key(a)"))
+        await env.close()
+
+    server.faults = [answered, status(500)]
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (status(500, "no such task"), "status 500: no such task"),
+        (success({"text": "a", "env_id": 0}), "the answer lacks what is read: KeyError"),
+        (success({"text": "a", "instruction": "a", "env_id": None}), "env_id must be a number"),
+        (success({"text": "a", "instruction": 3, "env_id": 0}), "instruction must be a string"),
+    ],
+)
+def test_a_reset_that_fails_leaves_nothing(server, fault, reason):
+    server.faults = [fault]
+    with pytest.raises(ComputerError, match="/reset failed after 1 attempt") as caught:
+        asyncio.run(step_and_close(env_on(server), ""))
+    assert reason in str(caught.value)
+    assert [path for path, _ in server.asked] == ["/shutdown"]
+
+
+def test_a_reset_waits_for_a_server_that_is_away(server, monkeypatch):
+    monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.01)
+    server.faults = [status(503), nothing, status(502)]
+    play(env_on(server), [acting("done()")])
+    assert len(server.played) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("key(a)", LIMIT), ("wait()", LIMIT + 60), ("wait(60)", LIMIT + 60)]
+)
+def test_a_call_has_a_limit_besides_a_wait(server, written, seconds):
+    with closing(Loop()) as loop:
+        server.faults = [answered, after(lambda: loop.jump(LIMIT + 60), silent)]
+        with pytest.raises(ComputerError, match=f"no answer within {seconds} seconds"):
+            loop.run_until_complete(step_and_close(env_on(server, timeout=LIMIT), acting(written)))
+    assert server.seen[0]["timeout"] == LIMIT
+    assert server.active == {}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [status(500)],
+        [success([])],
+        [answered, status(500)],
+        [answered, nothing],
+        [answered, answered, status(500)],
+    ],
+)
+def test_a_server_that_failed_is_set_aside_until_an_episode_has_no_fault(server, faults):
+    server.faults = list(faults)
+    with pytest.raises(ComputerError):
+        asyncio.run(step_and_close(env_on(server), acting("key(a)")))
+    assert server.url in leases._pauses
+    asyncio.run(step_and_close(env_on(server), acting("what is no action")))
+    assert server.url not in leases._pauses
+
+
+@pytest.mark.parametrize("at", ["/reset", "/step"])
+def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
+    """What a server still does would otherwise hit the next episode."""
+    gate = threading.Event()
+    slow = after(gate.wait, answered)
+    server.faults = [slow] if at == "/reset" else [answered, slow]
+
+    async def seen(number):
+        while len(server.seen) < number:
+            await asyncio.sleep(0.001)
+
+    async def main():
+        first, second = env_on(server), env_on(server)
+        playing = asyncio.ensure_future(step_and_wait(first))
+        await seen(1 if at == "/reset" else 2)
+        following = asyncio.ensure_future(second.reset(1))
+        playing.cancel()
+        await asyncio.wait([playing])
+        closing = asyncio.ensure_future(first.close())
+        await asyncio.sleep(0.02)
+        assert len(server.seen) == (1 if at == "/reset" else 2)
+        gate.set()
+        await closing
+        await following
+        await second.step(acting("done()"))
+        await second.close()
+
+    async def step_and_wait(env):
+        await env.reset(0)
+        await env.step(acting("key(a)"))
+
+    asyncio.run(main())
+    paths = [path for path, _ in server.asked]
+    assert paths == [
+        *(["/reset"] if at == "/reset" else ["/reset", "/step"]),
+        "/shutdown",
+        "/reset",
+        "/step",
+    ]
+    assert server.ended_by_reset == 0
+    assert [task for task, _ in server.played] == [("./task", 1, "train")]
+
+
+def test_a_close_that_is_cancelled_frees_the_server(server):
+    server.faults = [answered, silent]
+
+    async def main():
+        env = env_on(server)
+        await env.reset(0)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(env.step(acting("key(a)")), 0.02)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(env.close(), 0.02)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait(others, timeout=None) if others else None
+
+    asyncio.run(main())
+    assert leases._pauses.pop(server.url)  # It may still hang.
+    wait_until(lambda: server.open == 0)

@@ -1,0 +1,342 @@
+"""An environment in which the model uses a computer, on worker servers such as cua-bench's.
+
+Only what parses as an action is executed, and every action at most once.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from torchrl_mt.bridges.cua_bench.actions import (
+    ACTION_FORMATS,
+    Action,
+    ActionError,
+    describe_actions,
+    parse_actions,
+)
+from torchrl_mt.bridges.cua_bench.worker import ComputerError, Observation, Worker, check_server
+from torchrl_mt.checks import check_choice, check_positive_finite, check_positive_integer
+from torchrl_mt.envs import Message, TextEnv, TextStep
+
+__all__ = ["ComputerEnv"]
+
+_NO_USER = "There is no user who could help. Go on alone."
+
+
+class ComputerEnv(TextEnv):
+    """An environment of computers behind HTTP, as cua-bench's worker servers offer them.
+
+    The model sees the instruction, how to write actions (:func:`parse_actions`) and the screen: a
+    screenshot, as ``{"type": "image", "image": <data URI>}``, or the text that the server sends instead.
+    Its response has one or several actions. The environment executes them in order and answers with the
+    screen after the last one.
+
+    - A response that has anything else between the tags is not executed at all. The model is told what
+      was wrong and which actions there are. The response counts as a step, with reward 0.
+    - ``done()`` ends the episode with the reward of the server's evaluation. It must be the last action.
+    - Step ``max_step`` ends the episode as truncated. Its actions are executed, and then the server
+      evaluates the task: its reward is the step's.
+    - ``call_user()`` has no counterpart on the server. Nothing is executed, and the model is told that
+      there is no user.
+    - cua-bench scrolls where the pointer is. The coordinates of ``scroll`` are sent along for servers
+      that read them.
+
+    The dialogue is shortened through ``history`` of :class:`TextStep`. The last ``max_hist`` pairs of an
+    observation and a response are always whole, and fewer than ``2 * max_hist`` are. When there are as
+    many, the older half becomes a line of text for each response. So a dialogue starts a new row once in
+    ``max_hist`` steps. The instruction and the newest observation are always there.
+
+    A server plays one episode at a time, because its ``/reset`` ends all others. In this process, no two
+    live episodes have the same server: an episode waits until one is free. This is no failure, but it
+    counts for the time limits of the collector, so have more servers than ``max_concurrency``. A step is
+    never sent again. If a request fails, the episode is rejected for ``ComputerError``. However the
+    episode ends, the server is told to release its computer.
+
+    An episode that a time limit of the collector ends holds its server until the request under way is
+    answered or ``timeout`` is over, because the server may still act. So let ``timeout`` and the 60
+    seconds of waits be below the collector's ``tool_timeout``.
+
+    A server is set aside when a request to it failed: for a second, twice as long after each further
+    failure, at most for a minute, until an episode has no fault. Others are preferred to it. If all are
+    set aside, the one whose pause ends first is tried at once.
+
+    The data of an episode names its task: a task itself, ``{"env_path": ...}``; its position in
+    ``task_configs``, as an integer or ``{"task": i}``; or ``{"seed": k}``, as collectors without data
+    give it, for task ``k`` modulo their number. Without data, the task is random.
+
+    ``info`` has the ``actions`` that were executed, as text, and the number of ``invalid`` responses so
+    far.
+
+    Args:
+        server_url: address of a worker server, or several of them.
+        task_configs: tasks ``{"env_path": str, "task_index": int, "split": str}``; the last two are 0
+            and ``"train"`` by default, other entries are not used.
+        max_step: maximum number of responses in an episode.
+        max_hist: number of last pairs that stay whole.
+        timeout: maximum seconds of a request, besides those of a ``wait``. The server releases a
+            computer that was idle for as long, so let it be above the time of a response.
+        action_format: ``"tagged"``, ``<|action_start|>click(0.5, 0.5)<|action_end|>``, or ``"think"``,
+            ``<think>...</think><action>click(0.5, 0.5)</action>``.
+
+    Raises:
+        ImportError: if httpx or tenacity is not installed.
+        TypeError: if ``server_url`` is neither an address nor several, ``task_configs`` is no list of
+            mappings, or a number is none.
+        ValueError: if an address, a task, a number or ``action_format`` is not as above.
+
+    Examples:
+        >>> import asyncio
+        >>> tasks = [{"env_path": "./task", "task_index": 0, "split": "train"}]
+        >>> env = ComputerEnv(["http://localhost:8001", "http://localhost:8002"], tasks, max_step=20)
+        >>> async def play():
+        ...     messages = await env.reset({"task": 0})
+        ...     return await env.step("<|action_start|>click(0.5, 0.5)<|action_end|>")
+        >>> asyncio.run(play()).reward  # doctest: +SKIP
+        0.0
+    """
+
+    def __init__(
+        self,
+        server_url: str | Sequence[str],
+        task_configs: Sequence[Mapping[str, Any]],
+        *,
+        max_step: int = 50,
+        max_hist: int = 10,
+        timeout: float = 300.0,
+        action_format: str = "tagged",
+    ) -> None:
+        if not isinstance(server_url, Iterable):
+            raise TypeError(
+                "server_url must be an address such as 'http://localhost:8001', or several, got "
+                f"{type(server_url).__name__} ({server_url!r:.80})."
+            )
+        urls = [server_url] if isinstance(server_url, (str, bytes)) else list(server_url)
+        if not urls:
+            raise ValueError("server_url must be an address or several, got none.")
+        self._servers = tuple(dict.fromkeys(check_server(url) for url in urls))
+        if isinstance(task_configs, (str, Mapping)) or not isinstance(task_configs, Iterable):
+            raise TypeError(
+                "task_configs must be a list of tasks such as {'env_path': './task', 'task_index': 0, "
+                f"'split': 'train'}}, got {type(task_configs).__name__} ({task_configs!r:.80})."
+            )
+        self._tasks = tuple(
+            _checked_task(task, f"task_configs[{i}]") for i, task in enumerate(task_configs)
+        )
+        if not self._tasks:
+            raise ValueError("task_configs must have at least one task, got none.")
+        self.max_step = check_positive_integer("max_step", max_step)
+        self.max_hist = check_positive_integer("max_hist", max_hist)
+        check_positive_finite("timeout", timeout)
+        self.timeout = timeout
+        check_choice("action_format", action_format, ACTION_FORMATS)
+        self.action_format = action_format
+        self._worker: Worker | None = None
+        self._episode: _Episode | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComputerEnv:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        for name in vars(copied).keys() - {"_servers", "_tasks"}:
+            setattr(copied, name, copy.deepcopy(vars(copied)[name], memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or what is sent to another process, plays no episode yet.
+        return {**vars(self), "_worker": None, "_episode": None}
+
+    async def reset(self, data: Any = None) -> Sequence[Message]:
+        """Begin a task on a free server.
+
+        Raises:
+            TypeError: if the data names no task.
+            ValueError: if the task that it names is none.
+            ComputerError: if the server does not begin it.
+        """
+        task = self._task(data)
+        self._episode = None
+        with suppress(
+            ComputerError
+        ):  # The last episode's server is lost; this one may have another.
+            await self.close()
+        self._worker = await Worker.find(self._servers, self.timeout)
+        instruction, observation = await self._worker.reset(task)
+        prompt = [instruction, describe_actions(self.action_format)]
+        self._episode = _Episode([part for part in prompt if part], observation, self.max_hist)
+        return self._episode.opening()
+
+    async def step(self, response: str, message: Message | None = None) -> TextStep:
+        """Execute the actions of a response.
+
+        Raises:
+            RuntimeError: if no episode is under way.
+            ComputerError: if the server fails; the episode is over then.
+        """
+        # Whatever interrupts the step, the episode does not go on: an action may have been executed.
+        episode, self._episode = self._episode, None
+        if episode is None or self._worker is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step was called with no episode under way: call reset first."
+            )
+        notes: list[str] = []
+        reward, done = 0.0, False
+        try:
+            actions = self._parsed(response)
+        except ActionError as error:
+            actions = []
+            episode.invalid += 1
+            notes = [f"Nothing was executed: {error}", describe_actions(self.action_format)]
+        played: list[str] = []
+        for action in actions:
+            played.append(str(action))
+            if action.name == "call_user":
+                notes = [_NO_USER]
+                continue
+            reply = await self._worker.act(action)
+            reward, done = reward + reply.reward, reply.done
+            if reply.observation is not None:
+                episode.observation = reply.observation
+            if done:
+                break
+        info = {"actions": played, "invalid": episode.invalid}
+        if done:
+            return TextStep(reward=reward, done=True, info=info)
+        said = message or {"role": "assistant", "content": response}
+        history = episode.add(said, "; ".join(played), notes)
+        if episode.steps == self.max_step:
+            reward += (await self._worker.act(Action("done"))).reward
+            return TextStep([episode.newest()], reward=reward, done=True, truncated=True, info=info)
+        self._episode = episode
+        return TextStep([episode.newest()], reward=reward, info=info, history=history)
+
+    async def close(self) -> None:
+        """Release the computer and the server, if an episode has them.
+
+        Raises:
+            ComputerError: if the server does not confirm it.
+        """
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.close()
+
+    def _task(self, data: Any) -> dict[str, Any]:
+        """The task that the data of an episode names."""
+        if data is None:
+            return random.choice(self._tasks)
+        index = data
+        if isinstance(data, Mapping):
+            if "env_path" in data:
+                return _checked_task(data, "data")
+            index = data.get("task", data.get("seed"))
+        if isinstance(index, bool) or not isinstance(index, Integral):
+            raise TypeError(
+                "data must name a task: {'env_path': ...}, an integer, {'task': 0} or {'seed': 0}, got "
+                f"{type(data).__name__} ({data!r:.80})."
+            )
+        if isinstance(data, Mapping) and "task" not in data:
+            return self._tasks[int(index) % len(self._tasks)]
+        if not 0 <= int(index) < len(self._tasks):
+            raise ValueError(
+                f"data must name one of the {len(self._tasks)} tasks in task_configs, from 0, got "
+                f"{data!r:.80}."
+            )
+        return self._tasks[int(index)]
+
+    def _parsed(self, response: str) -> list[Action]:
+        """The actions of a response that may be executed."""
+        actions = parse_actions(response, self.action_format)
+        if any(action.name == "done" for action in actions[:-1]):
+            raise ActionError("done() must be the last action.")
+        return actions
+
+
+@dataclass
+class _Episode:
+    """What the model sees of an episode.
+
+    With h = ``max_hist`` and n steps, the first ``h * max(0, n // h - 1)`` pairs are lines: h to 2h - 1
+    pairs are whole, once there are as many.
+    """
+
+    prompt: Sequence[str]
+    observation: Observation
+    max_hist: int
+    steps: int = 0
+    invalid: int = 0
+    lines: list[str] = field(default_factory=list)
+    """What was done in each step."""
+    whole: deque[tuple[list[str | Observation], Message]] = field(default_factory=deque)
+    """Pairs of what the model was shown and its response; what it is shown now is in ``shown``."""
+    shown: list[str | Observation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shown = [self.observation]
+
+    def opening(self) -> list[Message]:
+        """The first messages of the dialogue."""
+        return [_user([*self.prompt, self.observation])]
+
+    def newest(self) -> Message:
+        """The message of the newest observation."""
+        return _user(self.shown)
+
+    def add(self, said: Message, actions: str, notes: Sequence[str]) -> list[Message] | None:
+        """Add a step; return the dialogue before the newest observation if it was shortened.
+
+        Args:
+            said: the response.
+            actions: its actions as text; empty if it was invalid.
+            notes: what is said to the model before the observation.
+        """
+        self.steps += 1
+        self.lines.append(f"{self.steps}. {actions or '(no valid action)'}")
+        self.whole.append((self.shown, said))
+        self.shown = [*notes, self.observation]
+        if len(self.whole) < 2 * self.max_hist:
+            return None
+        for _ in range(self.max_hist):
+            self.whole.popleft()
+        old = "\n".join(["Your first steps were:", *self.lines[: -self.max_hist]])
+        history: list[Message] = []
+        for number, (shown, response) in enumerate(self.whole):
+            history.append(_user(shown if number else [*self.prompt, old, *shown]))
+            history.append(response)
+        return history
+
+
+def _user(parts: Sequence[str | Observation]) -> Message:
+    """A user's message: a string if it has no image, else a list of parts."""
+    content: list[dict[str, str]] = []
+    for part in parts:
+        text, image = (part, None) if isinstance(part, str) else (part.text, part.image)
+        if text is not None and content and content[-1]["type"] == "text":
+            content[-1]["text"] += f"\n\n{text}"
+        elif text is not None:
+            content.append({"type": "text", "text": text})
+        if image is not None:
+            content.append({"type": "image", "image": image})
+    has_image = any(part["type"] == "image" for part in content)
+    return {"role": "user", "content": content if has_image else content[0]["text"]}
+
+
+def _checked_task(task: Any, name: str) -> dict[str, Any]:
+    """What a server is told about a task."""
+    if not isinstance(task, Mapping):
+        raise TypeError(
+            f"{name} must be a mapping such as {{'env_path': './task', 'task_index': 0, 'split': "
+            f"'train'}}, got {type(task).__name__} ({task!r:.80})."
+        )
+    checked = {"task_index": 0, "split": "train", **task}
+    for key in ("env_path", "split"):
+        if not isinstance(checked.get(key), str) or not checked[key]:
+            raise ValueError(f"{name}['{key}'] must be a string, got {checked.get(key)!r:.80}.")
+    index = checked["task_index"]
+    if isinstance(index, bool) or not isinstance(index, Integral) or int(index) < 0:
+        raise ValueError(f"{name}['task_index'] must be an integer, 0 or more, got {index!r:.80}.")
+    return {"env_path": checked["env_path"], "task_index": int(index), "split": checked["split"]}

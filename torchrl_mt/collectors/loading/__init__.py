@@ -1,1 +1,0 @@
-"""Batches of prompts for a user's own loop, and its answers."""

@@ -1,1 +1,0 @@
-"""Environments of other libraries, as environments of a collector."""

@@ -1,1 +1,0 @@
-"""Computer use: actions as text, and an environment on worker servers."""
