@@ -74,8 +74,8 @@ class EpisodeStorage(LazyStackStorage):
     Entries are read as they were written:
 
     - A ``("next", k)`` that equals ``k`` one step later shares its rows: an episode takes ``T + 1``
-      rows instead of ``2 T``. An episode in which the two differ has its own rows for the entry; once
-      more than eight episodes and more than a quarter of all do, every episode has.
+      rows instead of ``2 T``. From the first episode on in which the two differ, all have rows of their
+      own for it.
     - Tensors whose shape varies from step to step come in lazy stacks and are read as such.
     - Sub-TensorDicts are read with the batch size of the steps, and empty ones are dropped.
     - Tensorclasses below the root and tensors among Python objects are copied. Other objects, such as
@@ -159,8 +159,6 @@ class EpisodeStorage(LazyStackStorage):
         self._store = self._new_store(share_next)
         self._revision = 0
         self._has_warned = False
-        self._warned_of: frozenset[Path] = frozenset()
-        """Shared entries for which a warning said that episodes disagree."""
         self._selections: deque[Selection] = deque(maxlen=_MOST_SELECTIONS)
         self._drawing: tuple[torch.Generator | None] | None = None
         """Generator of the sampler that is calling a selector, if one is."""
@@ -568,7 +566,7 @@ class EpisodeStorage(LazyStackStorage):
             self._read_selections()
             first, before = self.table.next, self.schema
             self._store.append(admitted, metadata)
-            if admitted.odd or before is not self.schema:
+            if before is not self.schema:
                 self._warn_of_disagreement(before, admitted)
             evicted = self.table.oldest > first  # Some of these very episodes.
             index = self._notify_change(len(self) if evicted else steps.length)
@@ -588,22 +586,13 @@ class EpisodeStorage(LazyStackStorage):
             self._store.admit(episode.on(self.device), length)
 
     def _warn_of_disagreement(self, before: Schema | None, written: Admission) -> None:
-        """Warn once for each ``("next", k)`` that differs from ``k`` one step later."""
-        for path in written.odd:
-            if path not in self._warned_of:
-                self._warned_of |= {path}
-                _logger.warning(
-                    "%s of an episode is not %s of the step after: such episodes have rows of their "
-                    "own for it. This is said once for each storage and key.",
-                    name_of(path),
-                    name_of(path[1:]),
-                )
+        """Warn of each ``("next", k)`` that shares the rows of ``k`` no more."""
         for path, entry in before.entries.items() if before is not None else ():
             if not entry.shared or written.schema.entries[path].shared:
                 continue
             _logger.warning(
-                "%s is not %s of the step after in more than a quarter of the episodes, or varies in "
-                "shape: all episodes have rows of their own for it from now on, which takes more memory",
+                "%s of an episode is not %s of the step after, or varies in shape: all episodes have "
+                "rows of their own for it from now on, which takes more memory",
                 name_of(path),
                 name_of(path[1:]),
             )

@@ -113,35 +113,18 @@ class Schema:
                 source = entries.get(_source(path))
                 if source is None or source.shared:
                     continue
-                odd = _disagreeing(steps, lengths, path)
-                if odd is not None and 4 * int(odd.sum()) <= len(odd):
+                if _agrees(steps, lengths, path):
                     entries[path] = replace(entries[path], shared=True)
         return Schema(entries, steps.root_class)
 
-    def unshared(self, paths: Iterable[Path] | None = None) -> Schema:
-        """Return the schema in which these entries (None for all) have their own rows."""
-        alone = set(self.entries if paths is None else paths)
+    def unshared(self) -> Schema:
+        """Return the schema in which all entries have their own rows."""
         return self._with(
             {
-                path: replace(entry, shared=False) if entry.shared and path in alone else entry
+                path: replace(entry, shared=False) if entry.shared else entry
                 for path, entry in self.entries.items()
             }
         )
-
-    def odd(self, steps: Steps, lengths: Tensor) -> dict[Path, Tensor]:
-        """Find the episodes that disagree with a shared entry: bool ``[E]``, by entry.
-
-        Args:
-            steps: whole episodes, one after the other, that this schema admits.
-            lengths: int64 ``[E]``, steps of each.
-        """
-        found: dict[Path, Tensor] = {}
-        for path, entry in self.entries.items():
-            if entry.shared and not _agrees(steps, lengths, path):
-                odd = _disagreeing(steps, lengths, path)
-                assert odd is not None
-                found[path] = odd
-        return found
 
     def merge(self, other: Schema) -> Schema:
         """Return the schema of the steps of both: this one, unless an entry changes its kind.
@@ -211,7 +194,7 @@ class Schema:
             {
                 path: replace(entry, shared=False)
                 if entry.shared
-                and (entries[path[1:]].kind != "dense" or _compared(steps, path) is None)
+                and (entries[path[1:]].kind != "dense" or not _agrees(steps, lengths, path))
                 else entry
                 for path, entry in entries.items()
             }
@@ -263,27 +246,6 @@ def _compared(steps: Steps, path: Path) -> tuple[Tensor, Tensor] | None:
     return bits(here), bits(following)
 
 
-def _disagreeing(steps: Steps, lengths: Tensor, path: Path) -> Tensor | None:
-    """Find the episodes in which ``path`` differs from its source one step later.
-
-    Returns:
-        Bool ``[E]`` on the CPU; None if the two cannot be compared.
-    """
-    compared = _compared(steps, path)
-    if compared is None:
-        return None
-    here, following = compared
-    differs = here[1:] != following[:-1]
-    if differs.ndim > 1:
-        differs = differs.flatten(1).any(1)
-    differs = differs.cpu()
-    differs[lengths.cumsum(0)[:-1] - 1] = False
-    of = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)[:-1]
-    odd = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
-    odd[of[differs]] = True
-    return odd
-
-
 def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
     """Whether ``path`` equals its source one step later in all episodes, bit for bit."""
     compared = _compared(steps, path)
@@ -292,12 +254,14 @@ def _agrees(steps: Steps, lengths: Tensor, path: Path) -> bool:
     here, following = compared
     if lengths.shape[0] == 1:
         return torch.equal(here[1:], following[:-1])
+    ends = [stop - 1 for stop in accumulate(lengths.tolist()[:-1])]
     if here.is_cpu:
         differs = here.numpy()[1:] != following.numpy()[:-1]
-        differs[[stop - 1 for stop in accumulate(lengths.tolist()[:-1])]] = False
+        differs[ends] = False
         return not differs.any()
-    odd = _disagreeing(steps, lengths, path)
-    return odd is not None and not bool(odd.any())
+    differing = here[1:] != following[:-1]
+    differing[ends] = False
+    return not bool(differing.any())
 
 
 def _entry(path: Path, column: Column) -> Entry:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from torchrl_mt.data._store.columns.columns import (
     RecordColumn,
     StoredColumn,
 )
-from torchrl_mt.data._store.columns.disagreeing_next import are_too_many
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions_of
 from torchrl_mt.data._store.columns.records import Record, records_for
@@ -63,8 +62,6 @@ class Admission:
     """int64 ``[E]``: steps of each episode."""
     tokens: Tensor
     """int64 ``[E]``: tokens of each episode."""
-    odd: Mapping[Path, Tensor] = field(default_factory=dict)
-    """Bool ``[E]`` by shared entry: episodes that disagree with it; see :meth:`Schema.odd`."""
 
 
 class EpisodeStore:
@@ -157,19 +154,7 @@ class EpisodeStore:
             return self._admitted(self.schema, steps, lengths)
         else:
             schema = self.schema.admit(steps, lengths)
-        odd = schema.odd(steps, lengths)
-        if odd:
-            schema = schema.unshared(path for path in odd if self._is_rule(path, odd[path]))
-            odd = {path: odd[path] for path in odd if schema.entries[path].shared}
-        return replace(self._admitted(schema, steps, lengths), odd=odd)
-
-    def _is_rule(self, path: Path, odd: Tensor) -> bool:
-        """Whether, with these, too many episodes disagree to store them as exceptions."""
-        column = self.columns.get(path)
-        if not isinstance(column, NextColumn):
-            return False
-        disagreeing = len(column.disagreeing) + int(odd.sum())
-        return are_too_many(disagreeing, self.table.num_episodes + len(odd))
+        return self._admitted(schema, steps, lengths)
 
     def append(self, admitted: Admission, metadata: Sequence[Mapping[Any, Any]] = ()) -> None:
         """Evict the oldest episodes and store admitted ones; if that fails, change nothing.
@@ -343,7 +328,7 @@ class EpisodeStore:
         first, moves, left = self._first_after(leaving) if leaving else None, None, None
         if leaving:
             ring.pop(next_start=first)
-            if schema.has_objects or any(map(_has_disagreeing, columns.values())):
+            if schema.has_objects:
                 left = self._oldest(leaving)
         sizes = [length + rows.pad for length in lengths.tolist()]
         starts = ring.push_all(sizes)
@@ -356,8 +341,7 @@ class EpisodeStore:
             )
             starts = ring.push_all(sizes)
             assert starts is not None
-        odd = {path: which[skipped:] for path, which in admitted.odd.items()}
-        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left, odd)
+        change = Change(Blocks(starts, lengths.tolist()), leaving > 0, first, left)
         commits = _plan_columns(change, steps, columns)
 
         def commit() -> None:
@@ -453,7 +437,7 @@ class EpisodeStore:
     def _new_column(self, path: Path, entry: Entry, capacity: int) -> StoredColumn:
         """Create an empty column for ``entry``."""
         if entry.shared:
-            return NextColumn(path, self.memory)
+            return NextColumn()
         if entry.kind == "object":
             return ObjectColumn(capacity)
         if entry.kind == "dense":
@@ -524,11 +508,6 @@ class _RingRows:
     """Rows of an episode beyond its steps: 1 if next entries share rows."""
     slack: int = 0
     """Rows beyond the budget, for an episode of up to so many rows."""
-
-
-def _has_disagreeing(column: StoredColumn) -> bool:
-    """Whether a column has episodes with their own rows."""
-    return isinstance(column, NextColumn) and len(column.disagreeing) > 0
 
 
 def _plan_columns(

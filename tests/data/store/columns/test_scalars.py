@@ -20,7 +20,7 @@ def test_scalars_that_disagree_are_read_as_they_were(dtype, max_steps):
         episode = {"level": values[:-1], "next": {"level": following}}
         episodes.append(TensorDict(episode, [length]))
         storage.append(episodes[-1])
-        assert storage.shared_keys
+        assert bool(storage.shared_keys) == (number < 7)  # The fourth has one step.
     for got, expected in zip(storage.episodes(), episodes[-storage.num_episodes :], strict=True):
         for key in ("level", ("next", "level")):
             assert torch.equal(bits(got[key]), bits(expected[key]))

@@ -5,9 +5,9 @@ What is read equals what was written, bit for bit. A column knows rows, not epis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.disagreeing_next import DisagreeingEpisodes
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record
 from torchrl_mt.data._store.columns.rows import RowPlan, Windows, plan_rows, plan_values, run
@@ -62,8 +61,6 @@ class Change:
 
     None if nothing is evicted, or all rows were laid out anew without them.
     """
-    odd: Mapping[Path, Tensor] = field(default_factory=dict)
-    """Bool ``[E]`` by shared entry: written episodes that disagree with it."""
 
 
 class StoredColumn(Protocol):
@@ -171,38 +168,16 @@ class RecordColumn(_FixedShape):
 
 
 class NextColumn:
-    """``("next", k)`` read from the rows of ``k``, of which each episode has one more.
-
-    Episodes in which the two disagree have their own rows.
-    """
+    """``("next", k)`` read from the rows of ``k``, of which each episode has one more."""
 
     source: DenseColumn | RecordColumn
     """Set by the store."""
 
-    def __init__(self, path: Path, memory: Memory) -> None:
-        self.path = path
-        self.disagreeing = DisagreeingEpisodes(memory)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the disagreeing episodes."""
-        return self.disagreeing.nbytes
+    nbytes = 0
+    """It has no rows of its own."""
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """Plan to write each episode's last value to the row after its last step."""
-        store_last, odd = self._plan_last(change, column), change.odd.get(self.path)
-        if odd is None and not len(self.disagreeing):
-            return store_last
-        store_disagreeing = self.disagreeing.plan(change, odd, column)
-
-        def commit() -> None:
-            store_last()
-            store_disagreeing()
-
-        return commit
-
-    def _plan_last(self, change: Change, column: Any) -> Callable[[], None]:
-        """Plan to write the last values, without disagreeing episodes."""
         blocks = change.written
         ends = [i - 1 for i in accumulate(blocks.lengths)]
         places = [
@@ -222,36 +197,27 @@ class NextColumn:
         return plan_rows(self.source.data, torch.tensor(places, device="cpu"), values)
 
     def read(self, plan: RowPlan) -> Tensor:
-        values = self.source.read(plan, shift=1)
-        if len(self.disagreeing):
-            self.disagreeing.put(plan.rows(), values)
-        return values
+        return self.source.read(plan, shift=1)
 
     def release(self, blocks: Blocks, first: int | None) -> None:
-        """Drop the disagreeing ones among the oldest episodes."""
-        if len(self.disagreeing):
-            self.disagreeing.release(set(blocks.starts))
+        """Do nothing: the rows belong to the source."""
 
     def laid_out(self, moves: Moves, capacity: int) -> NextColumn:
-        """Return the moved column; the store sets its ``source``."""
-        new = copy(self)
-        new.disagreeing = self.disagreeing.moved(moves)
-        return new
+        """Return a copy, of which the store sets the ``source``."""
+        return copy(self)
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        """Return the disagreeing episodes; the other rows belong to the source."""
-        return self.disagreeing.parts(live)
+        """Return nothing: the rows belong to the source."""
+        return {}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
-        """Load the disagreeing episodes among these rows."""
-        self.disagreeing.load(saved, rows)
+        """Do nothing: the source loads the rows."""
 
     def unshared(self, memory: Memory) -> DenseColumn:
         """Copy the values to a column with its own rows."""
         here = self.source.data
         column = DenseColumn(Entry("dense", tuple(here.shape[1:]), here.dtype), len(here), memory)
         column.data[:-1].copy_(here[1:])
-        self.disagreeing.put(torch.arange(len(here), device="cpu"), column.data)
         return column
 
 

@@ -1,4 +1,4 @@
-"""Episodes that disagree with the rows that an entry shares come back as they were written."""
+"""Next entries come back as they were written, whether they share rows or not."""
 
 import pickle
 
@@ -84,62 +84,28 @@ def test_what_is_read_is_what_was_written(make, tmp_path_factory, data, size, sc
             assert step[NEXT] == known[str(step["observation",])]
 
 
-def test_exceptions_leave_with_their_episodes_and_are_told_of_once(make, said):
-    storage, other = EpisodeStorage(100), EpisodeStorage(100)
-    for number in range(40):
-        storage.append(episode(10, number, odd=number in (13, 15)))
-        other.append(episode(10, number))
-        if number == 15:
-            assert storage.nbytes > other.nbytes
-            assert storage.shared_keys == other.shared_keys
-    column = storage._store.columns[NEXT]
-    assert not len(column.disagreeing)
+def test_all_episodes_have_their_own_rows_once_one_disagrees(make, said):
+    storage, written = EpisodeStorage(1000), []
+    for number in range(20):
+        written.append(episode(5, number, odd=number in (13, 15)))
+        storage.append(written[-1])
+        assert (NEXT in storage.shared_keys) == (number < 13)
+    assert make.steps(storage[:]) == make.steps(torch.cat(written))
     (message,) = said()
     assert "('next', 'observation') of an episode is not 'observation' of the step after" in message
-    assert make.steps(storage[:]) == make.steps(other[:])
-
-
-def test_what_is_the_rule_is_no_exception(make, said):
-    storage = EpisodeStorage(1000)
-    written = [episode(5, number, odd=number >= 4) for number in range(20)]
-    for number, data in enumerate(written):
-        storage.append(data)
-        assert (NEXT in storage.shared_keys) == (number < 12)
-    assert make.steps(storage[:]) == make.steps(torch.cat(written))
-    assert len(said()) == 2
-    assert "more than a quarter" in said()[1]
-
-
-def test_many_episodes_at_once_share_rows_if_most_agree(make):
-    for odd, shared in ((1, True), (2, True), (3, False)):
-        storage = EpisodeStorage(1000)
-        rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
-        written = torch.cat([episode(5, number, odd=number < odd) for number in range(8)])
-        rb.extend(written)
-        assert (NEXT in storage.shared_keys) == shared
-        assert make.steps(storage[:]) == make.steps(written)
-
-
-def test_an_exception_goes_where_no_rows_are_shared(make):
-    storage, other = EpisodeStorage(100), EpisodeStorage(100, share_next=False)
-    written = [episode(5, number, odd=number == 2) for number in range(5)]
-    for data in written:
-        storage.append(data)
-    assert NEXT in storage.shared_keys
+    other = EpisodeStorage(1000)
     other.load_state_dict(storage.state_dict())
-    other.append(written[0])
-    assert not other.shared_keys
-    assert make.steps(other[:]) == make.steps(torch.cat([*written, written[0]]))
+    assert make.steps(other[:]) == make.steps(storage[:])
 
 
-def test_a_refused_write_makes_no_exception(make):
+def test_a_refused_write_leaves_the_rows_shared(make):
     storage = EpisodeStorage(100)
     storage.append(episode(5, 0))
     bad = episode(5, 1, odd=True)
     bad["number"] = bad["number"].float()
     with pytest.raises(ValueError, match="number"):
         storage.append(bad)
-    assert not len(storage._store.columns[NEXT].disagreeing)
+    assert NEXT in storage.shared_keys
     storage._empty()
     storage.append(episode(5, 2, odd=True))
     assert make.steps(storage[:]) == make.steps(episode(5, 2, odd=True))
