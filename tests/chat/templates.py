@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -15,7 +16,13 @@ CORPUS = [
     "guess a number from one to sixteen, higher or lower, system rules",
     "tool result: correct, invalid, next round",
 ]
+_FOLDER = Path(__file__).parent / "jinja"
 THINK, UNTHINK = "<think>", "</think>"
+
+
+def template_of(name: str) -> str:
+    """The chat template in a file."""
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
 @dataclass(frozen=True)
@@ -93,20 +100,7 @@ def sentence_piece(prepend_scheme: str = "first") -> PreTrainedTokenizerFast:
 
 CHATML = Shape(
     name="chatml",
-    template="""
-{%- if messages[0].role != 'system' %}
-    {{- '<|im_start|>system\nbe helpful<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\n[result]\n' + message.content + '\n[/result]<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}""",
+    template=template_of("shape_chatml"),
     stop="<|im_end|>",
     eos="<|im_end|>",
     special=("<|im_start|>", "<|endoftext|>"),
@@ -114,15 +108,7 @@ CHATML = Shape(
 
 LLAMA3 = Shape(
     name="llama3",
-    template="""
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
-    {{- message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}""",
+    template=template_of("shape_llama3"),
     stop="<|eot_id|>",
     eos="<|end_of_text|>",
     bos="<|begin_of_text|>",
@@ -131,19 +117,7 @@ LLAMA3 = Shape(
 
 MISTRAL = Shape(
     name="mistral",
-    template="""
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
-    {%- elif message.role == 'user' %}
-        {{- '[INST] ' + message.content + ' [/INST]' }}
-    {%- elif message.role == 'assistant' %}
-        {{- ' ' + message.content + eos_token }}
-    {%- else %}
-        {{- raise_exception('only user and assistant roles are supported') }}
-    {%- endif %}
-{%- endfor %}""",
+    template=template_of("shape_mistral"),
     stop="</s>",
     eos="</s>",
     bos="<s>",
@@ -152,22 +126,7 @@ MISTRAL = Shape(
 
 MISTRAL_SYSTEM_LAST = Shape(
     name="mistral with the system's message before the last user's",
-    template="""
-{{- bos_token }}
-{%- set rules = namespace(text='') %}
-{%- if messages[0].role == 'system' %}
-    {%- set rules.text = messages[0].content + '\n\n' %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '[INST]' + (rules.text if loop.last else '') + message.content + '[/INST]' }}
-    {%- elif message.role == 'assistant' %}
-        {{- message.content + eos_token }}
-    {%- else %}
-        {{- raise_exception('only user and assistant roles are supported') }}
-    {%- endif %}
-{%- endfor %}""",
+    template=template_of("shape_mistral_system_last"),
     stop="</s>",
     eos="</s>",
     bos="<s>",
@@ -177,21 +136,7 @@ MISTRAL_SYSTEM_LAST = Shape(
 
 GEMMA = Shape(
     name="gemma",
-    template="""
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}
-    {{- raise_exception('system role not supported') }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
-    {%- endif %}
-    {%- set role = 'model' if message.role == 'assistant' else message.role %}
-    {{- '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<start_of_turn>model\n' }}
-{%- endif %}""",
+    template=template_of("shape_gemma"),
     stop="<end_of_turn>",
     eos="<eos>",
     bos="<bos>",
@@ -199,39 +144,10 @@ GEMMA = Shape(
     system=False,
 )
 
-_QWEN3 = """
-{%- set query = namespace(last=0) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- set query.last = loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\n[result]\n' + message.content + '\n[/result]<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {%- set thought = message.reasoning_content or '' %}
-        {%- set content = message.content %}
-        {%- if '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if thought and loop.index0 > query.last %}
-            {{- '<think>\n' + thought + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- content + '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
 
 QWEN3 = Shape(
     name="qwen3",
-    template=_QWEN3,
+    template=template_of("shape_qwen3"),
     stop="<|im_end|>",
     eos="<|im_end|>",
     special=("<|im_start|>", "<|endoftext|>"),
@@ -241,10 +157,7 @@ QWEN3 = Shape(
 
 QWEN3_OPENS = Shape(
     name="qwen3 that opens the thinking",
-    template=_QWEN3.replace(
-        "{{- '<|im_start|>assistant\n' }}\n{%- endif %}",
-        "{{- '<|im_start|>assistant\n<think>\n' }}\n{%- endif %}",
-    ),
+    template=template_of("shape_qwen3_opens"),
     stop="<|im_end|>",
     eos="<|im_end|>",
     special=("<|im_start|>", "<|endoftext|>"),
@@ -255,22 +168,7 @@ QWEN3_OPENS = Shape(
 
 DEEPSEEK_R1 = Shape(
     name="deepseek-r1",
-    template="""
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}
-        {{- message.content }}
-    {%- elif message.role == 'user' %}
-        {{- '<|User|>' + message.content }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}
-    {%- else %}
-        {{- raise_exception('unknown role ' + message.role) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|Assistant|><think>\n' }}
-{%- endif %}""",
+    template=template_of("shape_deepseek_r1"),
     stop="<|end_of_sentence|>",
     eos="<|end_of_sentence|>",
     bos="<|begin_of_sentence|>",
@@ -282,16 +180,7 @@ DEEPSEEK_R1 = Shape(
 
 ROUNDS = Shape(
     name="numbered rounds",
-    template="""
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '[round ' ~ (loop.index0 // 2 + 1) ~ ']\n' }}
-    {%- endif %}
-    {{- message.role + ': ' + message.content + '<|end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'assistant: ' }}
-{%- endif %}""",
+    template=template_of("shape_rounds"),
     stop="<|end|>",
     eos="<|end|>",
     stable=False,
@@ -299,13 +188,7 @@ ROUNDS = Shape(
 
 PLAIN = Shape(
     name="plain words",
-    template="""
-{%- for message in messages %}
-    {{- message.role + ': ' + message.content + '\n' + eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'assistant:' }}
-{%- endif %}""",
+    template=template_of("shape_plain"),
     stop="</s>",
     eos="</s>",
 )

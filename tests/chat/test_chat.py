@@ -534,7 +534,7 @@ def test_thinking_that_is_opened_and_kept_is_stable():
             "{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\n<think>\n' + "
             "message.content.split('<think>\n')[-1] + '<|im_end|>\n' }}"
             "{%- elif message.role == 'tool' %}",
-        ).replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}"),
+        ).replace(r"'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}"),
     )
     assert ChatTokens(keeping.on(byte_level())).stable
 

@@ -286,7 +286,7 @@ def test_names_of_special_tokens_are_ordinary_text_but_for_the_models_own_marks(
 
 def test_a_template_that_looks_at_the_beginning_of_the_content():
     """Marks would change what it writes, so messages are marked one by one, or not at all."""
-    line = "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    line = r"{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     template = CHATML.template.replace(
         line, "{%- if message.content.startswith('!') %}{{- '(!)' }}{%- endif %}" + line
     )
