@@ -117,20 +117,16 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         accept_group: called with the episodes of a group, each in TED, ``[T]``, such as
             :func:`~torchrl_mt.collectors.has_spread`; false rejects them all
             (``rejected/group_not_accepted``), and a group of another item is played. May be ``async``.
-        total_attempts: number of groups, refused or not, that may be played for one batch. The run
-            raises if ``accept_group`` refuses a group at that number. ``None`` means ten times the
-            groups of a batch.
+        total_attempts: raise an error if ``accept_group`` has left no full batch after this many
+            groups. ``None`` means ten times the groups of a batch.
         max_retries: short for ``FailurePolicy(max_retries=...)``.
         max_consecutive_failures: short for ``FailurePolicy(max_consecutive_failures=...)``.
-        max_staleness: number of batches that episodes may run ahead of training. At most
-            ``max_staleness + 1`` batches are begun beyond those delivered before the last update, and
-            at most ``max_staleness + updates + 1`` in all. No token is more than ``max_staleness``
-            versions old at delivery. Without updates, iterating stops and waits, with a warning.
+        max_staleness: up to so many batches are played while you train. No delivered token is older
+            than so many updates. Without updates, iterating stops and waits, with a warning.
         staleness: what ``max_staleness`` bounds. ``"delivery"``: the age at delivery. A group with an
             episode that would be too old is rejected (``rejected/stale``) as soon as that is certain,
-            and its item is played again. ``"admission"``: only what is begun; no episode is rejected.
-            With ``k`` updates per batch, tokens are then at most ``(max_staleness + 1) * k - 1``
-            versions old, except in episodes that others overtook, which may be much older.
+            and its item is played again. ``"admission"``: only how many batches are begun. Nothing is
+            rejected, so slow episodes may be arbitrarily old: watch ``staleness/max``.
         yield_groups: yield complete groups only; turns ``incomplete_groups="keep"`` into ``"drop"``.
         dump_dir: folder for readable records of the episodes, in JSON lines. Errors of writing are
             counted as ``dump_errors``, and the first is logged; the run goes on.

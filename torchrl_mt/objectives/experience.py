@@ -88,9 +88,9 @@ class ExperienceMaker(TensorDictModuleBase):
 
     - ``"turn"`` (default, no groups or critic): each turn's return less the mean of its turn id, divided
       by one standard deviation over the batch
-      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). Without ``reward``,
-      ``reward_transform`` and ``process``, ``("rewards", "to_go")`` of the rows, where present, replaces
-      ``("rewards", "full")`` and ``gamma``;
+      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). If the rows hold returns,
+      ``("rewards", "to_go")``, and you give no ``reward``, ``reward_transform`` and ``process``, these
+      are used and ``gamma`` is ignored;
     - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
       return of the episode's first turn, compared within its group, on all sampled tokens of the
       episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
@@ -112,9 +112,8 @@ class ExperienceMaker(TensorDictModuleBase):
     not finite on them become 0, as do all values on tokens that were not sampled.
 
     Rows with images, prepared by ``VisionInputs``, need vision-language models of one family.
-    The ``optional_in_keys`` are used where the rows have them. Outputs of an earlier call that this
-    one does not write (another maker's weights, say) stay in the rows and count in the loss: complete
-    rows once, or drop such entries first.
+    The ``optional_in_keys`` are used where the rows have them. Complete rows once: what an earlier
+    maker wrote, such as weights, stays and changes the loss.
 
     Reward sources, ``reward_transform``, ``advantage`` and filters answer with tensors on any device, or
     with lists of numbers: answers are moved to the rows' device.

@@ -101,13 +101,13 @@ def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
 def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> str | None:
     """Find out why a model does not support packed rows.
 
+    Packing is refused if another row of the pack changes a row's states, or could (a gradient shows
+    it). Without gradients (compiled code, kernels without a backward pass) other rows must not change a
+    single bit.
+
     The test runs once per model, attention implementation, computation type and kind of device, with an
-    image in each row if images change the positions of tokens. It finds
-    any influence of other rows of the sequence or batch that has a gradient or exceeds rounding, and
-    states that differ from the row's alone by more than rounding. It misses effects of longer or more
-    rows than it tries, of weights that are exactly zero now, and those below rounding that have no
-    gradient. Without gradients (compiled code, kernels without a backward pass) other rows must not
-    change a single bit.
+    image in each row if images change the positions of tokens. It tries a few short rows, with the
+    weights of now: effects of longer or more rows, and of weights that are exactly zero, escape it.
 
     Args:
         model: A causal language model or a critic.

@@ -25,7 +25,7 @@ from torchrl_mt.vision import StoredImage, VisionProcessor
 __all__ = ["EnvClassWorkflow", "ObservationPrompts"]
 
 _KEPT = 0.75
-"""Part of the longest prompt that is left once turns were left out, so that this is seldom."""
+"""A prompt that is too long is cut to this share of the limit, so that the next turns fit."""
 
 _IMAGE = re.compile(r"<\|vision_start\|>(.*?)<\|vision_end\|>", re.DOTALL)
 """An image in an observation."""

@@ -1,4 +1,4 @@
-"""A loader of prompts for loops that sample the responses themselves.
+"""A loader of prompts for a training loop of your own: it asks for prompts and gives back answers.
 
 It is a :class:`~torchrl_mt.collectors.MultiTurnCollector` whose engine asks the user. Episodes,
 failures, records and storage are the collector's.

@@ -1,8 +1,7 @@
 """How far episodes may run ahead of training, and how old they may be at delivery.
 
-At most ``max_staleness + 1`` batches are begun beyond those that the trainer has finished with, and at
-most ``max_staleness + updates + 1`` in all. No delivered token is more than ``max_staleness`` versions
-old.
+Up to ``max_staleness`` batches may be played while the policy is trained, beside the one that the
+trainer waits for. No delivered token is older than ``max_staleness`` updates.
 """
 
 from __future__ import annotations

@@ -54,10 +54,9 @@ class ClipSampler(SavesState, Sampler):
         pad_output: whether to pad shorter clips to ``slice_len`` by repeating their last step.
             ``("collector", "mask")``, bool, is then false for padding. Needs
             ``strict_length=False`` or ``span``.
-        span: whether clips may begin before their episode and end after it; they then hold only the
-            steps inside. So the first and last steps are sampled as often as others. False; True
-            (down to a clip of one step); how many steps may be missing; or a tuple of two, one for
-            each side. Needs ``stride=1``.
+        span: how far a clip may overhang its episode, in steps. The overhang is cut off. With True,
+            every step is drawn equally often, as clips of one step are among them. A tuple of two has
+            one value for each side. Needs ``stride=1``.
         burn_in: number of steps at the start of a clip that only warm up a recurrent state.
             ``"burn_in"``, bool, is true for them, and the loss should leave them out. A clip at the
             start of its episode has none, as the state is known there.

@@ -1,7 +1,7 @@
 """A client's session: one WebSocket, on which every answer belongs to the last question.
 
-What could part them ends the session, and an ended session never begins again: a call that is cancelled
-or takes too long, and a connection that breaks.
+A call that is cancelled or late, or a connection that breaks, closes the session for good, so that its
+answer is never taken for the next one.
 """
 
 from __future__ import annotations

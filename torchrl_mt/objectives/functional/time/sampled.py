@@ -1,4 +1,4 @@
-"""Rewards moved to sampled tokens, and other helpers for masks with holes.
+"""Rewards moved to sampled tokens, whatever the environment said in between.
 
 A reward on a masked token moves to the last sampled token before it, or else to the row's first.
 """
