@@ -45,7 +45,7 @@ def test_a_block(name):
             for each in (GymTextEnv, Limits, ReasoningGymEnv, TextArenaEnv, random, re)
         },
     }
-    exec(code_of("environments.rst", "Environments of other libraries", number), names)
+    exec(code_of("bridges.rst", "Environments of other libraries", number), names)
     with names["collector"] as collector:
         batches = list(collector)
         assert collector.stats()["rejected"] == 0

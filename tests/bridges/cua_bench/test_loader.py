@@ -1151,7 +1151,7 @@ def test_the_pages_loop_runs_as_it_stands():
     torch.manual_seed(0)
     names = {}
     exec(
-        code_of("collecting.rst", "A loop that asks for prompts").replace("== 100", "== 20"), names
+        code_of("bridges.rst", "A loop that asks for prompts").replace("== 100", "== 20"), names
     )
     assert names["loader"].stats()["policy_version"] > 3
     assert names["loss"].isfinite()
