@@ -20,8 +20,8 @@ from tests.collectors.conftest import idle_clock, time_to_close  # noqa: E402, F
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
 from tests.envs.test_tool_env import call, says  # noqa: E402
 from tests.idle_clock import hang  # noqa: E402
+from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402
 from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
-from torchrl_mt.envs import VerifiersEnv  # noqa: E402
 from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five"]

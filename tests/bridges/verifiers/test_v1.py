@@ -20,8 +20,6 @@ vf = pytest.importorskip("verifiers.v1", reason=WHY)
 if not hasattr(vf.Taskset, "bounded"):
     pytest.skip(WHY, allow_module_level=True)
 
-from torchrl_mt.envs.adapters.verifiers import VerifiersEnv  # noqa: E402
-
 from tests.agents.helpers import counting_engine, session_of  # noqa: E402
 from tests.chat.families import QWEN25  # noqa: E402
 from tests.chat.families_in_play import tokenizer_of  # noqa: E402
@@ -30,6 +28,7 @@ from tests.collectors.scripted import ScriptedEngine  # noqa: E402
 from tests.envs.test_tool_env import call, says  # noqa: E402
 from tests.idle_clock import hang  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
+from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402
 from torchrl_mt.bridges.verifiers.v1 import V1Env, _Calls  # noqa: E402
 from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
 from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
