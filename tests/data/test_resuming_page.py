@@ -20,7 +20,7 @@ from torchrl_mt.objectives.functional import RewardNormalizer
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
-PAGE = Path(__file__).parents[2] / "docs" / "replay.rst"
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.rst"
 
 
 def code_of_the_page():
