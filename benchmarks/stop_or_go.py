@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS
-from torchrl_mt.objectives.functional import aggregate, group_advantage, index_turns
+from torchrl_mt.objectives.functional import aggregate, group_advantage
+from torchrl_mt.objectives.functional.time.episodes import index_turns
 from torchrl_mt.testing import tiny_chat_model
 
 PAYS = torch.tensor([10.0, 0.0, 1.0, 2.0, 3.0, 4.0])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.chat import ChatTokens
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer

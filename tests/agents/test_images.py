@@ -20,7 +20,8 @@ from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.engines import TransformersEngine  # noqa: E402
 from torchrl_mt.testing import tiny_vl_model  # noqa: E402
 from torchrl_mt.transforms import MergeTurns, VisionInputs  # noqa: E402
-from torchrl_mt.vision import RowImages, StoredImage, with_stored_images  # noqa: E402
+from torchrl_mt.vision import RowImages, StoredImage  # noqa: E402
+from torchrl_mt.vision.messages import with_stored_images  # noqa: E402
 from torchrl_mt.vision.rows import NEW, RAW  # noqa: E402
 
 from .helpers import ask, client_of, post, session_of, user  # noqa: E402

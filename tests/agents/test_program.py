@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.agents import AgentProgram, ProgramTimeoutError
+from torchrl_mt.agents import AgentProgram
 from torchrl_mt.agents import program as module
+from torchrl_mt.agents.program import ProgramTimeoutError
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 from torchrl_mt.collectors.workflow import Rejected
 

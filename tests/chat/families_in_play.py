@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.chat import ChatTokens
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 

@@ -26,7 +26,7 @@ from tests.chat.templates import (
 )
 from tests.chat.templates import SHAPES as REAL_SHAPES
 from tests.tiers import few_or_many
-from torchrl_mt.collectors import ChatTokens
+from torchrl_mt.chat import ChatTokens
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.collectors.scripted import ScriptedEngine
 from tests.collectors.test_pages import DOCS, code_of
 from tests.tiers import few_or_many
+from torchrl_mt.chat import ChatTokens
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.replies import ReplyParser, parse_tool_calls
 from torchrl_mt.chat.replies.scanner import Scanner
 from torchrl_mt.chat.replies.tool_calls import python_calls
-from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
 from .families import FAMILIES

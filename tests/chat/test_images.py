@@ -14,7 +14,8 @@ from tests.chat.templates import byte_level
 from tests.tiers import examples
 from torchrl_mt.chat.tokens import ChatTokens
 from torchrl_mt.testing import tiny_vl_model
-from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.messages import images_of
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
 WORDS = "a b c go stop Picture 1 2 3 4 5 6 7 8 9 : < end> |image_pad|> |video_pad|> |vision_start|>"

@@ -15,9 +15,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.collectors.scripted import ScriptedEngine
+from torchrl_mt.chat import ChatTokens
 from torchrl_mt.chat.prefix_stability import ANSWER
 from torchrl_mt.chat.special_tokens import BREAK
-from torchrl_mt.collectors import ChatTokens, MultiTurnCollector
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 

@@ -34,7 +34,8 @@ from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep, Tool, ToolEnv
 from torchrl_mt.envs.tools import ToolError, call_tool
 from torchrl_mt.testing import tiny_chat_tokenizer, tiny_vl_model
-from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.messages import images_of
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
 

@@ -14,7 +14,8 @@ from torchrl_mt.data._store.steps import Objects, Steps, pack
 from torchrl_mt.datasets import EpisodeDataset, save_episodes, to_hf_dataset
 from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
 from torchrl_mt.testing import tiny_vl_model
-from torchrl_mt.vision import StoredImage, with_stored_images
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.messages import with_stored_images
 
 from .episodes import assert_same
 from .every_format import LOSSLESS, new_path

@@ -25,8 +25,9 @@ from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.chat.encoding import decode as decode_with
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.engines import CompletionsEngine, CompletionsError
+from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.api import MalformedAnswerError, max_model_len, parse_answer
+from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.completions.servers import server_origins
 from torchrl_mt.engines.stop_strings import find_stop
 from torchrl_mt.envs import GuessNumber

@@ -13,7 +13,8 @@ from tests.faulty_server import running, status
 from tests.tiers import first_fast
 from tests.vision.episodes import QWEN, family, random_dialogue, random_image
 from tests.waiting import PATIENCE
-from torchrl_mt.engines import CompletionsEngine, CompletionsError
+from torchrl_mt.engines import CompletionsEngine
+from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage, VisionProcessor
 

@@ -17,7 +17,8 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.tiers import few_or_many
 from torchrl_mt.engines import PolicyEngine, TransformersEngine
 from torchrl_mt.testing import tiny_vl_model
-from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.model import VisionModel
 
 from .helpers import changed_copy, check, endless, held, idle, until
 

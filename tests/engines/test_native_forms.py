@@ -10,7 +10,8 @@ import pytest
 from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
 from tests.faulty_server import running, silent, status
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine, CompletionsError
+from torchrl_mt.engines import CompletionsEngine
+from torchrl_mt.engines.completions.engine import CompletionsError
 
 pytest.importorskip("httpx")
 pytest.importorskip("tenacity")

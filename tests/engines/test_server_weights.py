@@ -24,13 +24,8 @@ from tests.engines.sampling_servers import (
 from tests.engines.test_servers import conversation
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.engines import (
-    CompletionsEngine,
-    CompletionsError,
-    SGLangWeights,
-    VLLMWeights,
-    WeightUpdateError,
-)
+from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
+from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
 from torchrl_mt.envs import GuessNumber
 

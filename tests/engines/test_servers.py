@@ -15,7 +15,8 @@ from tests.engines.sampling_servers import VLLMServer, cluster, slowly
 from tests.faulty_server import silent, status
 from tests.tiers import in_fast_tier
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine, CompletionsError
+from torchrl_mt.engines import CompletionsEngine
+from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 
 pytest.importorskip("httpx")

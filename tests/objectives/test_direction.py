@@ -19,7 +19,8 @@ from tests.objectives.conftest import make_model
 from tests.tiers import examples
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS
-from torchrl_mt.objectives.functional import OBJECTIVES, RewardNormalizer, aggregate
+from torchrl_mt.objectives.functional import RewardNormalizer, aggregate
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 
 PARTS = 4
 """Probabilities are multiples of a quarter: whole numbers of episodes have exactly them."""

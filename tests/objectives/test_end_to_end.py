@@ -19,7 +19,9 @@ from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RemoteReward, ValueModel
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
-from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, geometric
+from torchrl_mt.objectives.functional import geometric
+from torchrl_mt.objectives.functional.corrections import CORRECTIONS
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 

@@ -14,9 +14,10 @@ from torchrl.objectives.llm.grpo import CISPOLoss
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.filters import FILTERS
-from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, cispo, ppo
+from torchrl_mt.objectives.functional import cispo, ppo
 from torchrl_mt.objectives.functional.aggregation import Aggregation
-from torchrl_mt.objectives.functional.policy.objectives import clip_bounds
+from torchrl_mt.objectives.functional.corrections import CORRECTIONS
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learning.rst").read_text()
 RATIOS = torch.tensor([[0.5, 1.0, 1.5, 4.0]])

@@ -16,8 +16,6 @@ from torchrl.trainers import DefaultOptimizationStepper, OptimizerHook
 from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
 from torchrl_mt.objectives.functional import (
-    CORRECTIONS,
-    OBJECTIVES,
     aggregate,
     geometric,
     gspo,
@@ -25,7 +23,8 @@ from torchrl_mt.objectives.functional import (
     merge_totals,
     ppo,
 )
-from torchrl_mt.objectives.functional.policy.objectives import clip_bounds
+from torchrl_mt.objectives.functional.corrections import CORRECTIONS
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 from torchrl_mt.scoring.values import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]

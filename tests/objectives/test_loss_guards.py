@@ -11,7 +11,9 @@ from torch import nn
 from torchrl.data import AdaptiveKLController
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
-from torchrl_mt.objectives.functional import CORRECTIONS, OBJECTIVES, merge_totals
+from torchrl_mt.objectives.functional import merge_totals
+from torchrl_mt.objectives.functional.corrections import CORRECTIONS
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 
 
 class Critic(nn.Module):

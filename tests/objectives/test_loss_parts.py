@@ -13,7 +13,7 @@ from tests.objectives.test_images import completed, value_model, vl_model
 from tests.scoring.test_actor_output import Checkpointed
 from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
-from torchrl_mt.objectives.functional import OBJECTIVES
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 from torchrl_mt.objectives.loss_parts import kept_bytes
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]

@@ -24,7 +24,8 @@ from torchrl_mt.scoring.output_head import OutputStates, output_states
 from torchrl_mt.scoring.packing_check import packing_fault
 from torchrl_mt.scoring.row_vision import vision_towers
 from torchrl_mt.scoring.token_log_probs import log_probs_at
-from torchrl_mt.vision import RowImages, VisionModel
+from torchrl_mt.vision import RowImages
+from torchrl_mt.vision.model import VisionModel
 from torchrl_mt.vision.rows import COUNT, FIRST, PIXELS
 
 FORMS = [

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.functional import linear_log_probs
+from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 
 module = import_module(linear_log_probs.__module__)
 

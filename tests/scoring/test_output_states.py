@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiers import pairs, some_fast
-from torchrl_mt.objectives.functional import linear_log_probs
 from torchrl_mt.scoring import output_head as module
+from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states
 

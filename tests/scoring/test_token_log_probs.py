@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from torchrl_mt.objectives.functional import (
-    log_probs_and_entropy,
-    token_entropy,
-    token_log_probs,
-)
 from torchrl_mt.scoring import token_log_probs as module
+from torchrl_mt.scoring.token_log_probs import log_probs_and_entropy, token_entropy, token_log_probs
 
 
 def plain(logits, tokens, mask, temperature=1.0):

@@ -26,7 +26,8 @@ from tests.vision.episodes import FAMILIES, QWEN, Turn, as_steps, family, random
 from torchrl_mt.bridges.lightrft import Experience
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns, VisionInputs
-from torchrl_mt.vision import RowImages, StoredImage, VisionModel, compact_images
+from torchrl_mt.vision import RowImages, StoredImage, compact_images
+from torchrl_mt.vision.model import VisionModel
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, NEW, PIXELS, RAW, set_row_images
 
 SEEDS = st.integers(0, 2**32 - 1)

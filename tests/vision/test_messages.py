@@ -10,13 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.vision.episodes import random_image
-from torchrl_mt.vision import (
-    StoredImage,
-    for_template,
-    images_of,
-    is_image_part,
-    with_stored_images,
-)
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.messages import for_template, images_of, is_image_part, with_stored_images
 
 PICTURE = StoredImage.of(random_image(random.Random(0)).data_uri())
 URI = PICTURE.data_uri()

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from tests.vision.episodes import FAMILIES, QWEN, family, random_image
 from torchrl_mt.testing import tiny_chat_model, tiny_vl_model
-from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor, rope_positions
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.model import VisionModel
+from torchrl_mt.vision.positions import rope_positions
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
@@ -83,13 +83,3 @@ class UnreadObjects(NonTensorStack, Unread):
     """An unread stack of Python objects."""
 
     __slots__ = ()
-
-
-# ---- records of experience ------------------------------------------------------------------------
-
-_Record = TypeVar("_Record", bound=Any)
-
-
-def with_tensor_fields(record: _Record, fields: TensorDict) -> _Record:
-    """Copy a record with other tensors; its other fields stay the same objects."""
-    return type(record)._from_tensordict(fields, dict(record._non_tensordict))

@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
 from torchrl_mt.agents.agent import Agent
 from torchrl_mt.agents.export import Interaction, export_interactions
 from torchrl_mt.agents.openai_client import openai_client
-from torchrl_mt.agents.program import AgentProgram, ProgramTimeoutError
+from torchrl_mt.agents.program import AgentProgram
 from torchrl_mt.agents.server import AgentServer
 from torchrl_mt.agents.session import Session
 
@@ -22,7 +22,6 @@ __all__ = [
     "AgentProgram",
     "AgentServer",
     "Interaction",
-    "ProgramTimeoutError",
     "Session",
     "export_interactions",
     "openai_client",

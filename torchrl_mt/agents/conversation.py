@@ -30,7 +30,8 @@ from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.stop_strings import find_stop
 from torchrl_mt.threads import call_in_thread
-from torchrl_mt.vision import StoredImage, VisionProcessor, images_of
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.messages import images_of
 
 __all__ = ["ChatTokensCache", "Conversation", "Prompt", "Reply", "before_stop"]
 
@@ -85,13 +86,13 @@ class _Known:
 
 
 class ChatTokensCache:
-    """The :class:`~torchrl_mt.collectors.ChatTokens` of one tokenizer, one for each set of tools.
+    """The :class:`~torchrl_mt.chat.ChatTokens` of one tokenizer, one for each set of tools.
 
     Args:
         tokenizer: the tokenizer.
         options: options of rendering; requests add ``tools`` and template variables. ``on_break`` is
             ``"append"`` if they leave it open.
-        parse: parses replies; see :class:`~torchrl_mt.collectors.ChatTokens`.
+        parse: parses replies; see :class:`~torchrl_mt.chat.ChatTokens`.
         size: number of sets that are kept.
         processor: the processor of a model that takes images.
 
@@ -118,7 +119,7 @@ class ChatTokensCache:
         self._chats: dict[Hashable, asyncio.Task[ChatTokens]] = {}
 
     async def get(self, template_kwargs: Mapping[str, Any]) -> tuple[Hashable, ChatTokens]:
-        """Return a key of the variables, and the :class:`~torchrl_mt.collectors.ChatTokens`."""
+        """Return a key of the variables, and the :class:`~torchrl_mt.chat.ChatTokens`."""
         kwargs = {**(self._options.template_kwargs or {}), **template_kwargs}
         key = canonical(template_kwargs) if template_kwargs else None
         if key not in self._chats:

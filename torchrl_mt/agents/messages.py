@@ -10,13 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torchrl_mt.strict_json import read_json
-from torchrl_mt.vision import (
-    StoredImage,
-    VisionProcessor,
-    image_source,
-    is_image_part,
-    with_stored_images,
-)
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.messages import image_source, is_image_part, with_stored_images
 
 __all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
 

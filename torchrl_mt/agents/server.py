@@ -35,7 +35,8 @@ from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks, c
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.collectors.settings import ChatOptions
-from torchrl_mt.engines import Engine, as_engine
+from torchrl_mt.engines import Engine
+from torchrl_mt.engines.policy.engine import as_engine
 from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["AgentServer"]

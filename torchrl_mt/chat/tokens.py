@@ -22,9 +22,8 @@ from torchrl_mt.chat.replies.families import turn_ends
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
 from torchrl_mt.chat.training_templates import training_template
-from torchrl_mt.vision import (
-    StoredImage,
-    VisionProcessor,
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.messages import (
     for_template,
     images_of,
     is_image_part,

@@ -1,6 +1,5 @@
 """Collectors: whole episodes of many conversations at once, as TED."""
 
-from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.collector import MultiTurnCollector
 from torchrl_mt.collectors.context import EpisodeContext
@@ -24,9 +23,7 @@ from torchrl_mt.collectors.workflow import Rejected, Workflow
 
 __all__ = [
     "AgentOptions",
-    "Answer",
     "ChatOptions",
-    "ChatTokens",
     "CollectionEndedError",
     "Curriculum",
     "Episode",

@@ -15,7 +15,8 @@ from uuid import uuid4
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.json_lines import append_lines, to_json, to_line
-from torchrl_mt.vision import StoredImage, images_of
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.messages import images_of
 
 __all__ = ["EpisodeDump", "episode_records"]
 

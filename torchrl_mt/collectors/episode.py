@@ -28,7 +28,9 @@ from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.collectors.workflow_entries import join_entries
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
-from torchrl_mt.vision import StoredImage, is_image, is_image_part
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.images import is_image
+from torchrl_mt.vision.messages import is_image_part
 
 __all__ = ["Episode", "Turn", "episodes_to_tensordict", "parent_of"]
 

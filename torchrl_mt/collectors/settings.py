@@ -99,7 +99,7 @@ class ItemOrder:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How dialogues become tokens: the options of :class:`~torchrl_mt.collectors.ChatTokens`.
+    """How dialogues become tokens: the options of :class:`~torchrl_mt.chat.ChatTokens`.
 
     Args:
         on_break: what to do if the chat template rewrites earlier messages: ``"fork"`` starts a new
@@ -147,11 +147,11 @@ class ChatOptions:
         on_break: OnBreak = "fork",
         processor: Any = None,
     ) -> ChatTokens:
-        """Make the :class:`~torchrl_mt.collectors.ChatTokens` of a tokenizer with these options.
+        """Make the :class:`~torchrl_mt.chat.ChatTokens` of a tokenizer with these options.
 
         Args:
             tokenizer: the tokenizer.
-            parse: parses responses; see :class:`~torchrl_mt.collectors.ChatTokens`.
+            parse: parses responses; see :class:`~torchrl_mt.chat.ChatTokens`.
             on_break: used if the options leave it open.
             processor: the processor of a model that takes images.
         """

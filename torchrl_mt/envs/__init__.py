@@ -1,7 +1,7 @@
 """Text environments for language-model agents."""
 
-from torchrl_mt.envs.games.arithmetic import Arithmetic, play_arithmetic
-from torchrl_mt.envs.games.calculator import CalculatorError, calculate
+from torchrl_mt.envs.games.arithmetic import Arithmetic
+from torchrl_mt.envs.games.calculator import calculate
 from torchrl_mt.envs.games.game import Game
 from torchrl_mt.envs.games.guess_number import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.envs.mcp_tools import MCPTools
@@ -13,7 +13,6 @@ from torchrl_mt.envs.remote import (
     OpenEnvProtocolError,
     OpenEnvTimeoutError,
     Worker,
-    WorkerError,
     Workers,
     create_workers,
 )
@@ -25,7 +24,6 @@ from torchrl_mt.envs.torchrl_env import ChatEnvAdapter
 
 __all__ = [
     "Arithmetic",
-    "CalculatorError",
     "ChatEnvAdapter",
     "EnvServer",
     "Game",
@@ -42,12 +40,10 @@ __all__ = [
     "Tool",
     "ToolEnv",
     "Worker",
-    "WorkerError",
     "Workers",
     "calculate",
     "create_workers",
     "optimal_return",
-    "play_arithmetic",
     "play_guess_number",
     "serve",
 ]

@@ -18,7 +18,8 @@ from transformers.utils import get_json_schema
 from torchrl_mt.checks import check_positive_finite
 from torchrl_mt.strict_json import read_json
 from torchrl_mt.threads import call_in_thread, call_user
-from torchrl_mt.vision import image_source, is_image, is_image_part, with_stored_images
+from torchrl_mt.vision.images import is_image
+from torchrl_mt.vision.messages import image_source, is_image_part, with_stored_images
 
 __all__ = ["CallableTool", "Tool", "ToolError", "call_tool"]
 

@@ -28,21 +28,22 @@ from torchrl_mt.checks import (
     check_shape,
 )
 from torchrl_mt.objectives.functional import (
-    OBJECTIVES,
-    Correction,
-    Objective,
     aggregate,
-    aggregation_total,
     correct,
-    find_corrections,
     kl_estimate,
     merge_totals,
     value_loss,
 )
-from torchrl_mt.objectives.functional.aggregation import Aggregation, check_norm
-from torchrl_mt.objectives.functional.corrections import weighs
+from torchrl_mt.objectives.functional.aggregation import Aggregation, aggregation_total, check_norm
+from torchrl_mt.objectives.functional.corrections import Correction, find_corrections, weighs
 from torchrl_mt.objectives.functional.kl import KLKind
-from torchrl_mt.objectives.functional.policy.objectives import clip_bounds, compares, takes
+from torchrl_mt.objectives.functional.policy.objectives import (
+    OBJECTIVES,
+    Objective,
+    clip_bounds,
+    compares,
+    takes,
+)
 from torchrl_mt.objectives.idle_updates import IdleUpdates
 from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.loss_inputs import (
@@ -366,7 +367,7 @@ class MultiTurnLoss(LossModule):
 
         Returns:
             Scalar int64; for ``"prompt_mean"`` ``[K, 2]`` int64
-            (:func:`~torchrl_mt.objectives.functional.aggregation_total`).
+            (:func:`~torchrl_mt.objectives.functional.aggregation.aggregation_total`).
 
         Raises:
             KeyError: If the rows lack an entry.

@@ -11,13 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_mt.objectives.functional import (
-    aggregate,
-    dynamic_sampling_mask,
-    effective_sample_size,
-    kl_estimate,
-)
-from torchrl_mt.objectives.functional.importance import log_ratio, ratio_of
+from torchrl_mt.objectives.functional import aggregate, dynamic_sampling_mask, kl_estimate
+from torchrl_mt.objectives.functional.importance import effective_sample_size, log_ratio, ratio_of
 from torchrl_mt.objectives.rows.batch import RowBatch
 
 POLICY_DIAGNOSTICS = (

@@ -75,7 +75,7 @@ def row_log_probs(
     """Compute the log-probabilities of the sampled tokens of rows.
 
     Logits are computed in chunks and for sampled tokens only
-    (:func:`~torchrl_mt.objectives.functional.linear_log_probs`) if the model's output layer allows
+    (:func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`) if the model's output layer allows
     it (:func:`~torchrl_mt.scoring.output_head.output_states`). A model that bounds its logits by other
     means than soft-capping needs ``full_logits``.
 

@@ -13,8 +13,8 @@ from tensordict import NestedKey
 from torch import Tensor, nn
 
 from torchrl_mt.scoring.forward import unwrapped
-from torchrl_mt.vision import RowImages, VisionModel
-from torchrl_mt.vision.model import check_no_video
+from torchrl_mt.vision import RowImages
+from torchrl_mt.vision.model import VisionModel, check_no_video
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, HASH, KEYS, PIXELS
 
 _FIX = (

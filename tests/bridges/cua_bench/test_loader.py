@@ -1150,9 +1150,7 @@ def test_every_episode_is_accepted_or_rejected_whoever_answers(
 def test_the_pages_loop_runs_as_it_stands():
     torch.manual_seed(0)
     names = {}
-    exec(
-        code_of("bridges.rst", "A loop that asks for prompts").replace("== 100", "== 20"), names
-    )
+    exec(code_of("bridges.rst", "A loop that asks for prompts").replace("== 100", "== 20"), names)
     assert names["loader"].stats()["policy_version"] > 3
     assert names["loss"].isfinite()
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.envs import Arithmetic, TextStep, calculate, play_arithmetic
+from torchrl_mt.envs import Arithmetic, TextStep, calculate
+from torchrl_mt.envs.games.arithmetic import play_arithmetic
 from torchrl_mt.envs.games.calculator import Operation, parse
 
 OPERATORS = ["+", "-", "*", "/", "//", "%", "**"]

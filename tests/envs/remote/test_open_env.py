@@ -28,7 +28,8 @@ from torchrl_mt.envs import (
     serve,
 )
 from torchrl_mt.envs.remote import session as session_module
-from torchrl_mt.vision import StoredImage, with_stored_images
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.messages import with_stored_images
 
 websockets = pytest.importorskip("websockets")
 from websockets.asyncio.server import serve as serve_websockets  # noqa: E402

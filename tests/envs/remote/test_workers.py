@@ -20,7 +20,8 @@ from tests.envs.remote.worker_envs import Closes, Counts, GoesWrong
 from tests.envs.remote.workers_left import health, is_served, processes
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
-from torchrl_mt.envs import OpenEnvEnv, WorkerError, create_workers
+from torchrl_mt.envs import OpenEnvEnv, create_workers
+from torchrl_mt.envs.remote import WorkerError
 from torchrl_mt.envs.remote import worker as module
 
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.functional import aggregate, aggregation_total, merge_totals
+from torchrl_mt.objectives.functional import aggregate, merge_totals
+from torchrl_mt.objectives.functional.aggregation import aggregation_total
 
 KINDS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 

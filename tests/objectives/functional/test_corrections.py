@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 
 from tests.objectives.functional._batches import batches, dirty, place_compact, place_spread
 from torchrl_mt.objectives.functional import (
-    CORRECTIONS,
     correct,
-    correction_metrics,
-    effective_sample_size,
-    find_corrections,
     geometric,
     icepop,
     sequence_mis,
     sequence_tis,
     token_tis,
 )
+from torchrl_mt.objectives.functional.corrections import (
+    CORRECTIONS,
+    correction_metrics,
+    find_corrections,
+)
+from torchrl_mt.objectives.functional.importance import effective_sample_size
 from torchrl_mt.objectives.functional.policy.objectives import takes
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchrl_mt.objectives.functional import episode_gae, index_episodes, masked_gae
+from torchrl_mt.objectives.functional import episode_gae, masked_gae
+from torchrl_mt.objectives.functional.time.episodes import index_episodes
 
 
 def random_cut(seed, *, episodes=4, columns=9, rows_each=3):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.objectives.functional._batches import batches, dirty, place_compact, place_spread
 from torchrl_mt.objectives.functional import (
-    OBJECTIVES,
     cispo,
     decoupled_ppo,
     gmpo,
@@ -22,7 +21,7 @@ from torchrl_mt.objectives.functional import (
     sft,
 )
 from torchrl_mt.objectives.functional.importance import ratio_of
-from torchrl_mt.objectives.functional.policy.objectives import compares, takes
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, compares, takes
 
 CLIP = (0.1, 0.3)
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchrl_mt.objectives.functional import masked_gae, sampled_recurrence
+from torchrl_mt.objectives.functional import masked_gae
+from torchrl_mt.objectives.functional.time.recurrence import sampled_recurrence
 
 
 def loop(x, mask, decay):

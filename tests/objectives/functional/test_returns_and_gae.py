@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrl_mt.objectives.functional import (
-    masked_gae,
-    masked_returns,
+from torchrl_mt.objectives.functional import masked_gae, masked_returns
+from torchrl_mt.objectives.functional.time.recurrence import (
     reverse_linear_recurrence,
-    rewards_on_sampled,
     sampled_recurrence,
 )
+from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 
 DISCOUNTS = st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0])
 

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.objectives.functional import (
-    episode_gae,
-    index_turns,
-    turn_gae,
-    turn_normalize,
-    turn_returns,
-)
+from torchrl_mt.objectives.functional import episode_gae, turn_gae, turn_normalize, turn_returns
+from torchrl_mt.objectives.functional.time.episodes import index_turns
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.waiting import PATIENCE
-from torchrl_mt.objectives.functional import index_episodes
+from torchrl_mt.objectives.functional.time.episodes import index_episodes
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rows.reading import read_episode
 

@@ -13,7 +13,7 @@ from tests.objectives.conftest import make_model
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, TextReward
-from torchrl_mt.objectives.functional import index_episodes
+from torchrl_mt.objectives.functional.time.episodes import index_episodes
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rows.reading import read_episode
 from torchrl_mt.testing import tiny_chat_tokenizer

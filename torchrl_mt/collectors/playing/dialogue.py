@@ -13,7 +13,8 @@ from typing import Any
 from torchrl_mt.chat.tokens import Answer, ChatTokens
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines import Completion
-from torchrl_mt.vision import StoredImage, images_of
+from torchrl_mt.vision import StoredImage
+from torchrl_mt.vision.messages import images_of
 
 __all__ = ["Dialogue"]
 

@@ -24,7 +24,8 @@ from torchrl_mt.collectors.playing.play_episode import play_episode
 from torchrl_mt.collectors.settings import AgentOptions, ChatOptions
 from torchrl_mt.collectors.workflow import Rejected, Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
-from torchrl_mt.engines import Engine, as_engine
+from torchrl_mt.engines import Engine
+from torchrl_mt.engines.policy.engine import as_engine
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.plugins import load_plugin
 from torchrl_mt.threads import call_user
@@ -185,7 +186,7 @@ class EpisodePlayer:
     def _get_chat(
         self, tools: Sequence[Mapping[str, Any]] = (), whole_text: bool = False
     ) -> ChatTokens:
-        """The :class:`~torchrl_mt.collectors.ChatTokens` with tools of these schemas.
+        """The :class:`~torchrl_mt.chat.ChatTokens` with tools of these schemas.
 
         It is made on first use. The last are kept, since items may have tools of their own. An
         environment that reads the whole text has a notation of its own, which the messages tell.

@@ -27,7 +27,8 @@ from torchrl_mt.engines import Engine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import call_env, takes_message
 from torchrl_mt.threads import call_in_thread, close_env, within
-from torchrl_mt.vision import VisionProcessor, is_image_part, with_stored_images
+from torchrl_mt.vision import VisionProcessor
+from torchrl_mt.vision.messages import is_image_part, with_stored_images
 
 __all__ = ["PlayAgent", "play_chat", "play_episode"]
 

@@ -14,7 +14,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets.writing import storage_of
 from torchrl_mt.transforms.episode_entries import dialogue_of_rows
-from torchrl_mt.vision import with_data_uris
+from torchrl_mt.vision.messages import with_data_uris
 
 if TYPE_CHECKING:
     import datasets

@@ -34,7 +34,7 @@ from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, 
 from torchrl_mt.engines.weights import check_whole, copy_weights, fitting_weights
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import call_in_thread
-from torchrl_mt.vision import VisionModel
+from torchrl_mt.vision.model import VisionModel
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

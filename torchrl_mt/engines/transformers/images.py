@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.transformers import image_features
 from torchrl_mt.engines.model_facts import input_device
-from torchrl_mt.vision import StoredImage, VisionModel, VisionProcessor
+from torchrl_mt.vision import StoredImage, VisionProcessor
 from torchrl_mt.vision.images import read_images
-from torchrl_mt.vision.model import check_no_video
+from torchrl_mt.vision.model import VisionModel, check_no_video
 
 __all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "fitting_processor"]
 

@@ -27,7 +27,7 @@ from torchrl_mt.envs.remote.protocol import (
 from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, takes_message
 from torchrl_mt.strict_json import read_json
 from torchrl_mt.threads import call_in_thread, close_env
-from torchrl_mt.vision import with_data_uris
+from torchrl_mt.vision.messages import with_data_uris
 
 __all__ = ["CLOSE_SECONDS", "ServedSession", "dismiss"]
 

@@ -8,13 +8,11 @@ needed argument is missing or a sampled token has no turn, and ``TypeError`` if 
 ids are not integers. Their docstrings list only other errors.
 """
 
-from torchrl_mt.objectives.functional.aggregation import aggregate, aggregation_total, merge_totals
+from torchrl_mt.objectives.functional.aggregation import aggregate, merge_totals
 from torchrl_mt.objectives.functional.corrections import (
     CORRECTIONS,
     Correction,
     correct,
-    correction_metrics,
-    find_corrections,
     geometric,
     icepop,
     sequence_mis,
@@ -23,11 +21,6 @@ from torchrl_mt.objectives.functional.corrections import (
 )
 from torchrl_mt.objectives.functional.critic import value_loss
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
-from torchrl_mt.objectives.functional.importance import (
-    effective_sample_size,
-    sequence_mean,
-    sequence_sum,
-)
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.policy.cispo import cispo
@@ -49,73 +42,45 @@ from torchrl_mt.objectives.functional.selection import (
     dynamic_sampling_mask,
     entropy_mask,
 )
-from torchrl_mt.objectives.functional.time.episodes import (
-    EpisodeIndex,
-    TurnIndex,
-    index_episodes,
-    index_turns,
-)
 from torchrl_mt.objectives.functional.time.gae import (
     bilevel_gae,
     episode_gae,
     masked_gae,
     turn_gae,
 )
-from torchrl_mt.objectives.functional.time.recurrence import (
-    reverse_linear_recurrence,
-    sampled_recurrence,
-)
 from torchrl_mt.objectives.functional.time.returns import (
     masked_returns,
     turn_normalize,
     turn_returns,
 )
-from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
-from torchrl_mt.objectives.functional.whitening import Moments, masked_moments, masked_whiten
-from torchrl_mt.scoring.linear_log_probs import linear_log_probs
-from torchrl_mt.scoring.token_log_probs import (
-    log_probs_and_entropy,
-    token_entropy,
-    token_log_probs,
-)
+from torchrl_mt.objectives.functional.whitening import Moments, masked_whiten
 
 __all__ = [
     "CORRECTIONS",
     "GROUP_ESTIMATORS",
     "OBJECTIVES",
     "Correction",
-    "EpisodeIndex",
     "Moments",
     "Objective",
     "RewardNormalizer",
-    "TurnIndex",
     "aggregate",
-    "aggregation_total",
     "bilevel_gae",
     "cispo",
     "clip_filter_weight",
     "clip_reward",
     "correct",
-    "correction_metrics",
     "decoupled_ppo",
     "dynamic_sampling_mask",
-    "effective_sample_size",
     "entropy_mask",
     "episode_gae",
-    "find_corrections",
     "geometric",
     "gmpo",
     "group_advantage",
     "gspo",
     "gspo_token",
     "icepop",
-    "index_episodes",
-    "index_turns",
     "kl_estimate",
-    "linear_log_probs",
-    "log_probs_and_entropy",
     "masked_gae",
-    "masked_moments",
     "masked_returns",
     "masked_whiten",
     "merge_totals",
@@ -123,17 +88,10 @@ __all__ = [
     "overlong_penalty",
     "ppo",
     "reinforce",
-    "reverse_linear_recurrence",
-    "rewards_on_sampled",
-    "sampled_recurrence",
     "sapo",
-    "sequence_mean",
     "sequence_mis",
-    "sequence_sum",
     "sequence_tis",
     "sft",
-    "token_entropy",
-    "token_log_probs",
     "token_tis",
     "turn_gae",
     "turn_normalize",

@@ -48,7 +48,7 @@ def token_tis(
 
     Returns:
         Weights ``[N, S]`` float32 without gradient, zero on masked tokens, and
-        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+        :func:`~torchrl_mt.objectives.functional.corrections.correction_metrics` of them.
 
     Examples:
         >>> old, mask = torch.tensor([[0.5, 9.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
@@ -112,7 +112,7 @@ def icepop(
 
     Returns:
         Weights ``[N, S]`` float32 without gradient, zero on masked and on dropped tokens, and
-        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+        :func:`~torchrl_mt.objectives.functional.corrections.correction_metrics` of them.
 
     Examples:
         >>> old, mask = torch.tensor([[0.4, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
@@ -183,7 +183,7 @@ def geometric(
 
     Returns:
         Weights ``[N, S]`` float32, 1 on tokens of kept sequences, else 0, and
-        :func:`~torchrl_mt.objectives.functional.correction_metrics` of them.
+        :func:`~torchrl_mt.objectives.functional.corrections.correction_metrics` of them.
 
     Examples:
         >>> old = torch.tensor([[0.5, 2.0], [2.0, 2.0]]).log()
@@ -311,9 +311,8 @@ def correction_metrics(weight: Tensor, mask: Tensor, clipped: Tensor) -> dict[st
         clipped: ``[N, S]`` bool, true on clipped weights; not read on masked tokens.
 
     Returns:
-        Float32 scalars: ``"ess"``, the effective share of the samples
-        (:func:`~torchrl_mt.objectives.functional.effective_sample_size`); ``"clip_fraction"``, the
-        share of clipped weights; ``"mask_fraction"``, the share of weights that are 0.
+        Float32 scalars: ``"ess"``, the effective share of the samples; ``"clip_fraction"``, the share of
+        clipped weights; ``"mask_fraction"``, the share of weights that are 0.
 
     Examples:
         >>> weight, mask = torch.tensor([[0.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool)

@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.checks import as_tensor, check_shape
-from torchrl_mt.objectives.functional import EpisodeIndex
+from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 from torchrl_mt.objectives.metrics import summary
 from torchrl_mt.objectives.rewards.model import ModelReward
@@ -71,7 +71,7 @@ class RewardMix(nn.Module):
 
     Examples:
         >>> from tensordict import TensorDict
-        >>> from torchrl_mt.objectives.functional import index_episodes
+        >>> from torchrl_mt.objectives.functional.time.episodes import index_episodes
         >>> mask = torch.tensor([[True, True], [True, False]])
         >>> rows = TensorDict({"rewards": {"full": torch.tensor([[0.0, 1.0], [0.0, 0.0]])}}, [2])
         >>> rows["label"] = ["maths", "chat"]

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 from torch import Tensor
 
-from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_episode, read_objects
 from torchrl_mt.vision.rows import RAW

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
-from torchrl_mt.objectives.functional import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
 from torchrl_mt.objectives.rows.reading import (
