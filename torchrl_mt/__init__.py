@@ -1,8 +1,9 @@
 """Multi-turn reinforcement learning in TorchRL.
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
-``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.scoring``, ``.objectives`` and ``.pretrained``.
-Each is imported at its first use.
+``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.datasets``, ``.scoring``, ``.objectives``,
+``.vision`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each is imported at its first
+use.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchrl_mt import agents as agents
+    from torchrl_mt import bridges as bridges
     from torchrl_mt import chat as chat
     from torchrl_mt import collectors as collectors
     from torchrl_mt import data as data
+    from torchrl_mt import datasets as datasets
     from torchrl_mt import engines as engines
     from torchrl_mt import envs as envs
     from torchrl_mt import objectives as objectives
@@ -23,14 +26,17 @@ if TYPE_CHECKING:
     from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
     from torchrl_mt import transforms as transforms
+    from torchrl_mt import vision as vision
 
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
     "agents",
+    "bridges",
     "chat",
     "collectors",
     "data",
+    "datasets",
     "engines",
     "envs",
     "objectives",
@@ -38,6 +44,7 @@ _SUBPACKAGES = (
     "scoring",
     "testing",
     "transforms",
+    "vision",
 )
 
 
