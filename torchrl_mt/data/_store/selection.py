@@ -103,12 +103,13 @@ def plan_clips(
     else:
         width = clips.width
         inside = within(spans) if width is None else np.tile(np.arange(width), number)
-        of_run = spans.repeat(widths)
-        offsets = np.minimum(inside, of_run - 1) * stride
+        last = (spans - 1).repeat(widths) if kind or width is not None else inside
+        offsets = inside if last is inside else np.minimum(inside, last)
+        offsets = offsets * stride if stride > 1 else offsets
         handles = (steps + HANDLES).repeat(widths) + offsets
         if kind:
-            handles += of_kind(kind) + START * (inside == 0) + END * (inside == of_run - 1)
-            handles += PADDING * (inside >= of_run)
+            handles += of_kind(kind) + START * (inside == 0) + END * (inside == last)
+            handles += PADDING * (inside > last)
     if clips.burn_in:
         most = np.where(np.asarray(clips.offsets) > 0, clips.burn_in, 0).repeat(widths)
         every = np.broadcast_to(widths, number)
