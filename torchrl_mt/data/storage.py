@@ -23,12 +23,10 @@ from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt._hosts.ray import send_results_compactly
-from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.clip_marks import ClipMarks
 from torchrl_mt.data._store.columns.columns import ReadPlan
-from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.dataset_episodes import (
     append_dataset,
@@ -438,12 +436,7 @@ class EpisodeStorage(LazyStackStorage):
             span = clips.spans if isinstance(clips.spans, int) else 0
             selection = Selection(index, plan, marks, span)
             self._selections.append(selection)
-            if self.device.type == "cpu":
-                return index.clone()
-            with _not_inference():  # where torch does not count changes
-                given = to_device(index, self.device)
-            selection.given = given, times_changed(given)
-            return given
+            return selection.give(self.device)
 
     def values(self, key: NestedKey, index: Any) -> Column:
         """Read the entry ``key`` of the steps at ``index``, as stored.

@@ -1035,6 +1035,15 @@ def test_a_refused_update_changes_nothing(make, index, priority, error, message)
     assert (priorities(rb), leaves(rb), rb.sampler.default_priority) == before
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 0)])
+def test_rows_of_nothing_change_nothing(make, shape):
+    rb = buffer(slice_len=2)
+    rb.extend(make.vectors([9]))
+    before = priorities(rb)
+    rb.update_priority(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
+    assert priorities(rb) == before
+
+
 def test_indices_of_nothing_are_skipped(make):
     rb = buffer(slice_len=2)
     rb.extend(make.vectors([4]))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt.data._store.clip_marks import ClipMarks, edges, told
 from torchrl_mt.data._store.columns.columns import ReadPlan
+from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.handles import BURN_IN, END, HANDLES, PADDING, START, of_kind
 from torchrl_mt.data._store.ring import within
@@ -72,6 +73,15 @@ class Selection:
             return self.index.equal(index)
         given, changed = self.given or (None, 0)
         return given is index and times_changed(index) == changed
+
+    def give(self, device: torch.device) -> Tensor:
+        """Return a copy of the index to give out on a device."""
+        if device.type == "cpu":
+            return self.index.clone()
+        with torch.inference_mode(False):  # where torch does not count changes
+            given = to_device(self.index, device)
+        self.given = given, times_changed(given)
+        return given
 
     def told(self, bit: int, device: torch.device) -> Tensor:
         """Return which handles have this bit: bool ``[N]``, not to be changed."""

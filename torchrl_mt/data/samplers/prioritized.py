@@ -260,6 +260,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         held = episode_storage(self._storage if storage is None else storage, self)
         index = check_index(index)
         values = check_priority(priority, index, self.dtype)
+        if not index.numel():
+            return
         rows = index.cpu().reshape(-1, index.shape[-1] if index.ndim > 1 else 1).numpy()
         if values.shape[0] != rows.shape[0]:
             values = reduce_rows(values.view(rows.shape), rows & PADDING != 0, self.reduction)

@@ -108,24 +108,19 @@ class PriorityRing:
         """Open these steps and close all others."""
         self._build(self.slots(numbers))
 
-    def set(
-        self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor | None = None
-    ) -> None:
+    def set(self, numbers: Tensor, priority: Tensor, weight: Tensor, is_open: Tensor) -> None:
         """Set priorities and weights of steps.
 
         Args:
             numbers: int64 ``[n]``, all different.
             priority: ``[n]``.
             weight: ``[n]``.
-            is_open: bool ``[n]``, which of the steps are open; None for all.
+            is_open: bool ``[n]``, which of the steps are open.
         """
         slots = self.slots(numbers)
         self.priority.numpy()[slots.numpy()] = priority.numpy()
         self.weight.numpy()[slots.numpy()] = weight.numpy()
-        if is_open is None:
-            self._enter(slots, *self._leaves(weight, priority))
-        else:
-            self.open(numbers[is_open])
+        self.open(numbers[is_open])
 
     def reweigh(self, weigh: Callable[[Tensor], Tensor]) -> None:
         """Recompute every weight from its priority; call :meth:`open_only` afterwards."""
