@@ -14,6 +14,7 @@ from torchrl_mt.collectors.items.curriculum import (
     WeightedCurriculum,
 )
 from torchrl_mt.collectors.limits import Limits, StopReason
+from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.collectors.recorder import LimitReached, Recorder
 from torchrl_mt.collectors.scheduling.group_filters import has_spread
 from torchrl_mt.collectors.scheduling.sample_ratio import CollectionEndedError, SampleRatio
@@ -34,6 +35,7 @@ __all__ = [
     "Limits",
     "MultiProcessCollector",
     "MultiTurnCollector",
+    "Prompt",
     "RayMultiTurnCollector",
     "Recorder",
     "Rejected",

@@ -169,6 +169,13 @@ def one(**changes):
     return {key: value for key, value in {**result, **changes}.items() if value is not None}
 
 
+def test_the_prompts_of_a_sequence_share_its_tokens():
+    """However many turns a long sequence has, its tokens are kept once."""
+    first, second = read_result(one(), [], version=0)
+    assert first.prompt_ids.line is second.prompt_ids.line
+    assert [*second.prompt_ids] == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

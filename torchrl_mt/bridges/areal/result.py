@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, is_finite
-from torchrl_mt.collectors import Turn
+from torchrl_mt.collectors import Prompt, Turn
 from torchrl_mt.engines import Completion
 
 __all__ = ["read_result"]
@@ -116,7 +116,7 @@ def read_result(
                 log_probs = columns["logprobs"][row, where].tolist()
             if "versions" in columns:
                 versions = columns["versions"][row, where].tolist()
-            turn = engine.turn(tokens[:start], tokens[start:end], log_probs, versions)
+            turn = engine.turn(Prompt(tokens, start), tokens[start:end], log_probs, versions)
             turn.reward, turn.parent = reward, len(turns) - 1 if k else -1
             turns.append(turn)
     return turns
@@ -135,11 +135,11 @@ class _Recorded:
         self._sampling = (ways[0] if same else {"temperature": math.nan}) if ways else {}
 
     def turn(
-        self, prompt: list[int], tokens: list[int], log_probs: list[float], versions: list[int]
+        self, prompt: Prompt, tokens: list[int], log_probs: list[float], versions: list[int]
     ) -> Turn:
         """Make a turn with what is known of the call that sampled it."""
         call = self._turns.get((len(prompt), tuple(tokens)))
-        if call is None or [*call.prompt_ids] != prompt:
+        if call is None or call.prompt_ids != prompt:
             if self._has_images:
                 raise _wrong(
                     "input_ids",
