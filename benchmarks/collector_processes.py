@@ -21,6 +21,7 @@ from typing import Any
 from tables import Part, Row, show
 
 from torchrl_mt.collectors import (
+    CollectorOptions,
     Episode,
     MultiProcessCollector,
     MultiTurnCollector,
@@ -97,7 +98,7 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 def measure(make: Any, env: type[TextEnv], seconds: float) -> tuple[float, float]:
     """Episodes per second after a first batch, and ms of CPU that each costs the collector's process."""
     options = {"episodes_per_batch": 64, "group_size": 4, "max_staleness": 4}
-    with make(env, staleness="admission", **options) as collector:
+    with make(env, options=CollectorOptions(staleness="admission"), **options) as collector:
         batches = iter(collector)
         next(batches)
         begin, cpu, played = time.perf_counter(), time.process_time(), 0

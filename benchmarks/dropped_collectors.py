@@ -20,7 +20,12 @@ from typing import Any
 import psutil
 from tables import Part, Row, show
 
-from torchrl_mt.collectors import MultiProcessCollector, MultiTurnCollector, RayMultiTurnCollector
+from torchrl_mt.collectors import (
+    CollectorOptions,
+    MultiProcessCollector,
+    MultiTurnCollector,
+    RayMultiTurnCollector,
+)
 from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
@@ -88,7 +93,9 @@ KINDS = {
     "transformers": partial(MultiTurnCollector, Workflow, transformers_engine),
     "environment": partial(MultiTurnCollector, Counts, Scripted),
     "agent": partial(MultiTurnCollector, Agent, Scripted),
-    "env_workers": partial(MultiTurnCollector, Counts, Scripted, env_workers=1),
+    "env_workers": partial(
+        MultiTurnCollector, Counts, Scripted, options=CollectorOptions(env_workers=1)
+    ),
     "process": partial(MultiProcessCollector, Counts, Scripted, num_collectors=1),
     "ray": partial(RayMultiTurnCollector, Counts, Scripted, num_collectors=1),
 }

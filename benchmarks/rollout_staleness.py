@@ -27,7 +27,7 @@ from typing import Any
 
 from tables import Part, Row, show
 
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -95,7 +95,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
                 episodes_per_batch=BATCH,
                 max_concurrency=(max_staleness + 1) * BATCH,
                 max_staleness=max_staleness,
-                staleness=rule,
+                options=CollectorOptions(staleness=rule),
             ) as collector:
                 begin = time.perf_counter()
                 for batch in collector:

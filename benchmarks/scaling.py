@@ -48,7 +48,7 @@ from scaling_model import (
 from tables import Part, Row, show
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.compact_pickle import dumps
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import Completion
@@ -109,7 +109,7 @@ def collector(turn_seconds: float, slots: int, seed: int) -> MultiTurnCollector:
         episodes_per_batch=slots // 2,
         max_concurrency=slots,
         max_staleness=3,
-        staleness="admission",
+        options=CollectorOptions(staleness="admission"),
     )
 
 

@@ -85,6 +85,20 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be positive, got {value}.")
 
 
+def check_class(name: str, value: object, cls: type) -> None:
+    """Check that a record is of a class."""
+    if not isinstance(value, cls):
+        raise TypeError(
+            f"{name} must be of class {cls.__name__}, got {value!r}: give {cls.__name__}(...)."
+        )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Check that an argument is an ``int``, and no ``bool``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+
+
 def check_at_least(name: str, value: float, least: int = 1) -> None:
     """Refuse a number below ``least``."""
     if value < least:

@@ -17,7 +17,7 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.chat import ParsedReply
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
@@ -154,7 +154,7 @@ collector = MultiTurnCollector(
     questions(),
     episodes_per_batch=EPISODES,
     limits=Limits(max_response_tokens=5),
-    tool_parser=parse,
+    options=CollectorOptions(agents=AgentOptions(tool_parser=parse)),
     replay_buffer=buffer,
 )
 batches = iter(collector)

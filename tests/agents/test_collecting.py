@@ -16,7 +16,7 @@ openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from torchrl_mt.agents import Agent  # noqa: E402
-from torchrl_mt.collectors import AgentOptions, Limits, MultiTurnCollector  # noqa: E402
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
 from .helpers import counting_engine, gated_engine, user  # noqa: E402
@@ -202,13 +202,10 @@ def test_models_beside_the_policy():
                 data, base_url=base_url, api_key=api_key, http_client=http_client
             )
 
-    for options in (
-        {"models": {"judge": judge}},
-        {"agents": AgentOptions(models={"judge": judge})},
-    ):
-        batch, _ = batch_of(Judged(), episodes=1, **options)
-        assert len(batch) == 3
-    assert len(judge.calls) == 2
+    options = CollectorOptions(agents=AgentOptions(models={"judge": judge}))
+    batch, _ = batch_of(Judged(), episodes=1, options=options)
+    assert len(batch) == 3
+    assert len(judge.calls) == 1
 
 
 def test_calls_that_are_still_running_at_the_end_are_cancelled():
@@ -268,4 +265,6 @@ def test_nothing_is_left_after_shutdown():
 
 def test_processes_of_environments_run_no_agents():
     with pytest.raises(TypeError, match="env_workers runs environments"):
-        MultiTurnCollector(Talks, counting_engine(), episodes_per_batch=1, env_workers=1)
+        MultiTurnCollector(
+            Talks, counting_engine(), episodes_per_batch=1, options=CollectorOptions(env_workers=1)
+        )

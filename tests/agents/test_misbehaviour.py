@@ -22,7 +22,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 from tests.idle_clock import LIMIT, Loop
 from tests.tiers import slow
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -266,7 +266,7 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
         lambda: next(kinds)(),
         engine,
         items,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
         episodes_per_batch=20,
         max_concurrency=32,
         max_consecutive_failures=number,

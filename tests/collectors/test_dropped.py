@@ -14,7 +14,12 @@ from tests.bridges.cua_bench.loops import Scripted, play
 from tests.collectors.distributed.played import SeededEngine, Talk, items
 from tests.waiting import wait_until
 from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader
-from torchrl_mt.collectors import MultiProcessCollector, MultiTurnCollector, RayMultiTurnCollector
+from torchrl_mt.collectors import (
+    CollectorOptions,
+    MultiProcessCollector,
+    MultiTurnCollector,
+    RayMultiTurnCollector,
+)
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 
 STALENESS = [None, 0, 1, 2]
@@ -29,7 +34,7 @@ class Asks:
 
 def use(make, env=Talk, policy=SeededEngine, **options):
     """Make a collector, take a batch, update the weights; return what tells whether it is freed."""
-    collector = make(env, policy, items(8), cycle=True, episodes_per_batch=4, **options)
+    collector = make(env, policy, items(8), episodes_per_batch=4, **options)
     next(iter(collector))
     collector.update_policy_weights_(None)
     return weakref.ref(collector)
@@ -69,7 +74,7 @@ def test_in_this_process(quick_collection, env, max_staleness):
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", STALENESS)
 def test_environments_in_processes(quick_collection, max_staleness, caplog):
-    options = {"env_workers": 1, "max_staleness": max_staleness}
+    options = {"options": CollectorOptions(env_workers=1), "max_staleness": max_staleness}
     check_that_nothing_is_left(3, MultiTurnCollector, **options)
     assert "failed" not in caplog.text  # Environments are closed before their processes.
 

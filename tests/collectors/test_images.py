@@ -25,7 +25,7 @@ from tests.collectors.pictures import (
     user,
 )
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import Limits
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.recorder import Recorder
@@ -132,7 +132,12 @@ def test_long_prompts_lose_whole_images(processor):
     """16 x 16 pixels are 4 tokens; every prompt has all placeholders of the images it has."""
     engine = SeeingEngine(processor)
     longest = 40
-    (batch,) = collect(Screens(9), engine, processor, max_prompt_tokens=longest)
+    (batch,) = collect(
+        Screens(9),
+        engine,
+        processor,
+        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
+    )
     image_id = processor.image_token_id
     lengths = [len(prompt) for prompt, _ in engine.calls]
     assert max(lengths) <= longest
@@ -144,7 +149,12 @@ def test_long_prompts_lose_whole_images(processor):
         assert images[0] is first
     assert batch["turn", "parent"].tolist() != list(range(-1, 8)), "it goes on in other rows"
     with pytest.raises(RuntimeError) as caught:
-        collect(Screens(9), SeeingEngine(processor), processor, max_prompt_tokens=5)
+        collect(
+            Screens(9),
+            SeeingEngine(processor),
+            processor,
+            options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=5)),
+        )
     assert "max_prompt_tokens=5" in str(caught.value.__cause__)
 
 
@@ -182,7 +192,7 @@ def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
         collect(Screens(), engine, other)
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
-        collect(Screens(), engine, processor, tokenizer=other.tokenizer)
+        collect(Screens(), engine, processor, options=CollectorOptions(tokenizer=other.tokenizer))
 
     class Videos(Screens):
         def reset(self, data=None):

@@ -22,7 +22,7 @@ from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextStep
 
@@ -105,7 +105,7 @@ def test_items_that_come_back_after_the_data_has_ended_are_played(engine, stalen
     with MultiTurnCollector(
         *(Chat, engine, items(6)),
         episodes_per_batch=4,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
         postproc=postproc,
         max_staleness=staleness,
     ) as collector:
@@ -260,7 +260,11 @@ def test_one_failure_is_no_reason_to_stop(engine):
 def test_an_item_that_always_fails_does_not_stop_a_run_that_refills(engine):
     data = [{"k": 0, "fail_at": 1, "error": OSError("bad")}, *items(21)[1:]]
     with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=4, incomplete_groups="refill", cycle=False
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=4,
+        options=CollectorOptions(incomplete_groups="refill", cycle=False),
     ) as collector:
         seen = [k for batch in collector for k in played(batch)]
         assert sorted(seen) == list(range(1, 21))
@@ -368,7 +372,7 @@ def test_a_failure_between_two_batches_is_heard_of_and_ends_what_goes_on(engine)
         episodes_per_batch=2,
         max_consecutive_failures=4,
         max_staleness=100,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
     ) as collector:
         batches = collector.iterator()
         next(batches)
@@ -482,7 +486,7 @@ def test_every_cause_is_logged_once(engine, caplog, idle_clock):
         MultiTurnCollector(
             *(Chat, engine, data),
             episodes_per_batch=6,
-            cycle=False,
+            options=CollectorOptions(cycle=False),
             limits=Limits(tool_timeout=LIMIT),
             accept=lambda episode: episode["data"][0]["k"] != 3,
         ) as collector,
@@ -498,7 +502,9 @@ def test_every_cause_is_logged_once(engine, caplog, idle_clock):
     caplog.clear()
     with (
         caplog.at_level(logging.WARNING, "torchrl_mt"),
-        MultiTurnCollector(Chat, engine, data[1:2], episodes_per_batch=1, cycle=False) as collector,
+        MultiTurnCollector(
+            Chat, engine, data[1:2], episodes_per_batch=1, options=CollectorOptions(cycle=False)
+        ) as collector,
     ):
         collector.load_state_dict({**state, "items": collector.state_dict()["items"]})
         list(collector)
@@ -551,7 +557,7 @@ def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness):
         episodes_per_batch=2,
         max_concurrency=2,
         max_staleness=staleness,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
     ) as collector:
         with ctrl_c(when=lambda: len(engine.calls) == 2), pytest.raises(KeyboardInterrupt):
             next(iter(collector))
@@ -569,7 +575,12 @@ def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness):
 @pytest.mark.parametrize("staleness", [None, 0, 1])
 def test_ctrl_c_as_a_batch_arrives_loses_none_of_it(engine, staleness, monkeypatch):
     with MultiTurnCollector(
-        Chat, engine, items(8), episodes_per_batch=2, max_staleness=staleness, cycle=False
+        Chat,
+        engine,
+        items(8),
+        episodes_per_batch=2,
+        max_staleness=staleness,
+        options=CollectorOptions(cycle=False),
     ) as collector:
         found = played(next(collector.iterator()))
         collector.update_policy_weights_()
@@ -671,7 +682,7 @@ def test_a_collector_that_has_run_may_load_a_state(engine, staleness):
     with MultiTurnCollector(
         *(Chat, engine, items(6)),
         episodes_per_batch=2,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
         total_episodes=6,
         max_staleness=staleness,
     ) as collector:
@@ -744,7 +755,12 @@ def test_a_state_is_one_moment_s(engine):
 
 def test_a_state_is_not_loaded_under_way(engine):
     with MultiTurnCollector(
-        Chat, engine, items(4), episodes_per_batch=2, shuffle=True, replay_buffer=buffer()
+        Chat,
+        engine,
+        items(4),
+        episodes_per_batch=2,
+        options=CollectorOptions(shuffle=True),
+        replay_buffer=buffer(),
     ) as collector:
         state = collector.state_dict()
         collector.start()
@@ -781,7 +797,12 @@ def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
 
 def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatch):
     with MultiTurnCollector(
-        Chat, engine, items(8), episodes_per_batch=2, cycle=False, dump_dir=tmp_path
+        Chat,
+        engine,
+        items(8),
+        episodes_per_batch=2,
+        options=CollectorOptions(cycle=False),
+        dump_dir=tmp_path,
     ) as collector:
 
         def full(*args, **kwargs):

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.idle_clock import LIMIT, hang
-from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, LimitReached, Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
 
@@ -238,8 +238,7 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
         max_retries=rng.choice([0, 2]),
         max_consecutive_failures=10**6,
         max_staleness=rng.choice([None, 1]),
-        incomplete_groups=incomplete,
-        cycle=False,
+        options=CollectorOptions(incomplete_groups=incomplete, cycle=False),
         dump_dir=tmp_path,
     )
 

@@ -22,7 +22,7 @@ from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import hang
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
@@ -674,7 +674,12 @@ def test_a_batch_that_the_replay_buffer_refuses_is_played_again(guesser):
     buffer = Full(storage=LazyStackStorage(100))
     data = [{"turns": number} for number in range(6)]
     with MultiTurnCollector(
-        Noted, guesser, data, cycle=False, episodes_per_batch=2, replay_buffer=buffer
+        Noted,
+        guesser,
+        data,
+        options=CollectorOptions(cycle=False),
+        episodes_per_batch=2,
+        replay_buffer=buffer,
     ) as collector:
         with pytest.raises(OSError, match="no space"):
             list(collector.iterator())

@@ -1,79 +1,83 @@
-"""Records of settings: shared, refused where they are wrong, and given in one way at a time."""
+"""The collector's settings: one place each, shared between collectors, and refused where wrong."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from tests.collectors.chats import Chat
-from torchrl_mt.collectors import ChatOptions, FailurePolicy, ItemOrder, MultiTurnCollector
-
-RECORDS = [
-    ("failures", FailurePolicy(max_retries=2, incomplete_groups="keep")),
-    ("failures", FailurePolicy(max_consecutive_failures=7)),
-    ("order", ItemOrder(shuffle=True, cycle=False, seed=3)),
-    ("chat", ChatOptions(template_kwargs={"enable_thinking": False})),
-]
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits, MultiTurnCollector
 
 
 def collector(engine, **kwargs):
     data = [{"turns": 1, "k": k} for k in range(4)]
-    return MultiTurnCollector(Chat, engine, data, episodes_per_batch=4, **kwargs)
+    return MultiTurnCollector(Chat, engine, data, **{"episodes_per_batch": 4, **kwargs})
 
 
-def settings_of(made):
-    made.shutdown()
-    return made.failures, made._order, made._player._chat_options
+def test_each_setting_has_one_place():
+    parameters = inspect.signature(MultiTurnCollector).parameters
+    assert list(parameters)[:3] == ["env", "policy", "data"]
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+    records = (CollectorOptions, ChatOptions, Limits)
+    names = [*parameters, *(name for record in records for name in vars(record()))]
+    assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("name", "record"), RECORDS)
-def test_a_record_and_its_fields_mean_the_same(engine, name, record):
-    assert settings_of(collector(engine, **{name: record})) == settings_of(
-        collector(engine, **vars(record))
-    )
-
-
-@pytest.mark.parametrize(("name", "record"), RECORDS)
-def test_one_record_serves_several_collectors_and_does_not_change(engine, name, record):
-    with collector(engine, **{name: record}) as one, collector(engine, **{name: record}) as two:
-        assert sorted(item["k"] for item in next(iter(one))["data"]) == [*range(4)]
-        assert next(iter(two))["data"] == next(iter(collector(engine, **{name: record})))["data"]
+def test_one_record_serves_several_collectors_and_does_not_change(engine):
+    options = CollectorOptions(shuffle=True, seed=3)
+    with collector(engine, options=options) as one, collector(engine, options=options) as two:
+        first = next(iter(one))["data"]
+        assert sorted(item["k"] for item in first) == [*range(4)]
+        assert next(iter(two))["data"] == first
     with pytest.raises(FrozenInstanceError):
-        setattr(record, next(iter(vars(record))), None)
+        options.seed = 4
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "match"),
+    ("kwargs", "error", "match"),
     [
-        (
-            {"failures": FailurePolicy(), "max_retries": 1},
-            "failures and max_retries must not both be given",
-        ),
-        ({"order": ItemOrder(), "seed": 0}, "order and seed must not both be given"),
-        ({"chat": ChatOptions(), "on_break": "fork"}, "chat and on_break must not both"),
-        ({"order": FailurePolicy()}, "order must be of class ItemOrder, got FailurePolicy"),
-        ({"shufle": True}, "MultiTurnCollector has no argument shufle"),
+        ({"shufle": True}, TypeError, "argument 'shufle'"),
+        ({"limits": {"max_turns": 3}}, TypeError, r"class Limits, got .*give Limits\("),
+        ({"options": {"seed": 3}}, TypeError, r"CollectorOptions, got .*give CollectorOptions\("),
+        ({"max_retries": -1}, ValueError, "max_retries must be at least 0, got -1"),
+        ({"max_consecutive_failures": 0}, ValueError, "must be at least 1, got 0"),
     ],
 )
-def test_what_is_given_twice_or_unknown_is_refused(engine, kwargs, match):
-    with pytest.raises(TypeError, match=match):
+def test_what_a_collector_cannot_mean_is_refused(engine, kwargs, error, match):
+    with pytest.raises(error, match=match):
         collector(engine, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("make", "match"),
+    ("make", "error", "match"),
     [
-        (lambda: FailurePolicy(max_retries=-1), "max_retries must be at least 0, got -1"),
-        (lambda: FailurePolicy(max_consecutive_failures=0), "must be at least 1, got 0"),
         (
-            lambda: FailurePolicy(incomplete_groups="lose"),
+            lambda: CollectorOptions(incomplete_groups="lose"),
+            ValueError,
             "incomplete_groups must be one of .*lose",
         ),
-        (lambda: ChatOptions(on_break="raise"), "on_break must be one of .*got 'raise'"),
-        (lambda: ChatOptions(template="own"), "template must be one of .*got 'own'"),
+        (
+            lambda: CollectorOptions(staleness="delivry"),
+            ValueError,
+            "staleness must be one of .*got 'delivry'. Did you mean 'delivery'?",
+        ),
+        (
+            lambda: CollectorOptions(total_attempts=0),
+            ValueError,
+            "total_attempts must be at least 1",
+        ),
+        (lambda: CollectorOptions(seed="x"), TypeError, "seed must be an int, got 'x'"),
+        (lambda: CollectorOptions(chat={}), TypeError, "chat must be of class ChatOptions, got {}"),
+        (
+            lambda: ChatOptions(on_break="raise"),
+            ValueError,
+            "on_break must be one of .*got 'raise'",
+        ),
+        (lambda: ChatOptions(template="own"), ValueError, "template must be one of .*got 'own'"),
     ],
 )
-def test_a_record_refuses_what_it_cannot_mean(make, match):
-    with pytest.raises(ValueError, match=match):
+def test_a_record_refuses_what_it_cannot_mean(make, error, match):
+    with pytest.raises(error, match=match):
         make()

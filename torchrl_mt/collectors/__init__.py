@@ -19,18 +19,17 @@ from torchrl_mt.collectors.recorder import LimitReached, Recorder
 from torchrl_mt.collectors.scheduling.group_filters import has_spread
 from torchrl_mt.collectors.scheduling.sample_ratio import CollectionEndedError, SampleRatio
 from torchrl_mt.collectors.scheduling.unique_ids import UniqueTrajIds
-from torchrl_mt.collectors.settings import AgentOptions, ChatOptions, FailurePolicy, ItemOrder
+from torchrl_mt.collectors.settings import AgentOptions, ChatOptions, CollectorOptions
 from torchrl_mt.collectors.workflow import Rejected, Workflow
 
 __all__ = [
     "AgentOptions",
     "ChatOptions",
     "CollectionEndedError",
+    "CollectorOptions",
     "Curriculum",
     "Episode",
     "EpisodeContext",
-    "FailurePolicy",
-    "ItemOrder",
     "LimitReached",
     "Limits",
     "MultiProcessCollector",

@@ -14,10 +14,10 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from inspect import signature
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -28,7 +28,7 @@ from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 from torchrl_mt._hosts.ray import check_sent_buffer, for_buffer, send_results_compactly
 from torchrl_mt._hosts.torchrl import as_remote
-from torchrl_mt.checks import check_at_least, check_choice, did_you_mean, import_extra
+from torchrl_mt.checks import check_at_least, check_class, import_extra
 from torchrl_mt.collectors.dump import EpisodeDump
 from torchrl_mt.collectors.episode import Episode, episodes_to_tensordict
 from torchrl_mt.collectors.event_loop.loop_thread import LoopClosedError, LoopThread
@@ -38,7 +38,8 @@ from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.playing.episode_player import EpisodePlayer, Player
 from torchrl_mt.collectors.playing.version_offset import VersionOffset
 from torchrl_mt.collectors.recorder import limits_of_play
-from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup, refusal_of
+from torchrl_mt.collectors.scheduling.failure_limits import FailurePolicy
+from torchrl_mt.collectors.scheduling.group_filters import refusal_of
 from torchrl_mt.collectors.scheduling.groups import Group, GroupPlayer
 from torchrl_mt.collectors.scheduling.run_warnings import (
     CutWarning,
@@ -46,16 +47,10 @@ from torchrl_mt.collectors.scheduling.run_warnings import (
 )
 from torchrl_mt.collectors.scheduling.sample_ratio import SampleRatio
 from torchrl_mt.collectors.scheduling.scheduler import CANCELLED, Counter, Scheduler
-from torchrl_mt.collectors.scheduling.staleness import Lead, StalenessLimit, StalenessRule
+from torchrl_mt.collectors.scheduling.staleness import Lead, StalenessLimit
 from torchrl_mt.collectors.scheduling.training_run import TrainingRun
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds
-from torchrl_mt.collectors.settings import (
-    AgentOptions,
-    ChatOptions,
-    FailurePolicy,
-    ItemOrder,
-    from_keywords,
-)
+from torchrl_mt.collectors.settings import CollectorOptions
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 from torchrl_mt.collectors.weight_receivers import check_scheme, receiving_model
@@ -78,87 +73,49 @@ _logger = logging.getLogger("torchrl_mt")
 class MultiTurnCollector(StaysInProcess, BaseCollector):
     """Collect whole episodes of a language-model agent, many at once.
 
-    Iterating yields batches of ``episodes_per_batch`` whole episodes in TED, flat ``[ΣT]``, one step per
-    turn. With a ``replay_buffer``, batches are written there and ``None`` is yielded, as in TorchRL.
-    No episode runs between two batches, so the policy may be trained there; ``max_staleness`` lets
-    episodes run on meanwhile.
-
-    An episode that raises (also ``SystemExit`` or ``KeyboardInterrupt``) is rejected, counted by cause
-    in :meth:`stats` and logged once per cause; it never becomes a reward. All episodes of a group are in
-    one batch. Callables (``accept``, items of ``data`` unless it is a list) run in threads, so a slow
-    one does not delay other episodes.
+    Iterating yields batches of whole episodes in TED, flat ``[ΣT]``, one step per turn. An episode that
+    raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it never becomes a
+    reward. Callables run in threads, so a slow one does not delay other episodes.
 
     Args:
-        env: the environment: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a callable
-            that makes one, a workflow (an object with ``async def arun_episode(engine, data)``) or an
-            agent (an object with ``run``, see :class:`~torchrl_mt.agents.Agent`); or a class of these,
-            or its name as ``"package.module.Class"``.
-        policy: the engine that samples the responses, a TorchRL LLM wrapper, or a factory: a function or
-            class that makes one of the two without arguments, or its name as
-            ``"package.module.function"``. The collector closes only the engines that it makes from
-            wrappers and factories.
-        data: the items, one per group: any iterable, a ``DataLoader``, a data set, or a
-            :class:`~torchrl_mt.collectors.Curriculum`, which chooses items by how episodes went.
-            Without data, every group's item is ``{"seed": k}`` with a new ``k``.
+        env: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a workflow (an object with
+            ``async def arun_episode(engine, data)``) or an agent (an object with ``run``, see
+            :class:`~torchrl_mt.agents.Agent`); a callable that makes one, or its name.
+        policy: the engine that samples the responses, a TorchRL LLM wrapper, a factory of one, or the
+            factory's name as ``"package.module.function"``.
+        data: the items, one per group: any iterable, a ``DataLoader``, or a
+            :class:`~torchrl_mt.collectors.Curriculum`. Without data, items are ``{"seed": k}``.
         episodes_per_batch: episodes per batch; a batch has more if its last group needs it.
-        group_size: number of episodes that share one item.
-        max_concurrency: number of episodes that run at once; ``episodes_per_batch`` if ``None``. Only
-            evaluations can use more than ``episodes_per_batch * (max_staleness + 1)``.
-        limits: limits of an episode; none if ``None``.
-        failures: retries of rejected episodes, what becomes of incomplete groups, and how many failures
-            end the run.
-        order: order of the items of ``data``: shuffled or not, cycled or not, and the seed.
-        chat: how dialogues become tokens: the chat template and its variables.
-        agents: options of the server that agents speak to.
-        replay_buffer: the buffer that batches are written to.
-        rate_limit: bounds the rows drawn from ``replay_buffer`` per episode written; both sides wait.
+        group_size: number of episodes that share one item; they are in one batch.
+        max_concurrency: number of episodes that run at once; ``episodes_per_batch`` if ``None``.
+        limits: limits of an episode.
+        sampling: arguments for every call of the engine's ``generate``, also in evaluations.
+        replay_buffer: the buffer that batches are written to; ``None`` is yielded then.
         total_episodes: number of accepted episodes after which the run ends; -1 for no end.
         accept: called with an episode in TED, ``[T]``; false rejects it. May be ``async``.
-        accept_group: called with the episodes of a group, each in TED, ``[T]``, such as
-            :func:`~torchrl_mt.collectors.has_spread`; false rejects them all
-            (``rejected/group_not_accepted``), and a group of another item is played. May be ``async``.
-        total_attempts: raise an error if ``accept_group`` has left no full batch after this many
-            groups. ``None`` means ten times the groups of a batch.
-        max_retries: short for ``FailurePolicy(max_retries=...)``.
-        max_consecutive_failures: short for ``FailurePolicy(max_consecutive_failures=...)``.
-        max_staleness: up to so many batches are played while you train. No delivered token is older
-            than so many updates. Without updates, iterating stops and waits, with a warning.
-        staleness: what ``max_staleness`` bounds. ``"delivery"``: the age at delivery. A group with an
-            episode that would be too old is rejected (``rejected/stale``) as soon as that is certain,
-            and its item is played again. ``"admission"``: only how many batches are begun. Nothing is
-            rejected, so slow episodes may be arbitrarily old: watch ``staleness/max``.
-        yield_groups: yield complete groups only; turns ``incomplete_groups="keep"`` into ``"drop"``.
-        dump_dir: folder for readable records of the episodes, in JSON lines. Errors of writing are
-            counted as ``dump_errors``, and the first is logged; the run goes on.
-        sampling: arguments for every call of the engine's ``generate``, also in evaluations.
-        workflow_kwargs: arguments for the class that ``env`` is or names.
-        env_workers: number of processes that run the environments, for environments that compute, since
-            threads share one core. ``env``, items and messages are pickled, and a script needs
-            ``if __name__ == "__main__":``. If a process dies, its episodes are rejected
-            (``rejected/EnvWorkerError``) and a new process replaces it.
-        progress: show a progress bar.
+        max_retries: number of times that a rejected episode is played again.
+        max_consecutive_failures: raise the last error after so many failed episodes in a row. ``None``
+            means 32 or twice ``max_concurrency``, whichever is more. An episode that a limit cuts does
+            not end the row until the environment has answered once.
+        max_staleness: play up to so many batches while you train; by default, nothing is played between
+            two batches. No delivered token is older than so many updates.
+        yield_groups: yield whole groups only, also with ``incomplete_groups="keep"``.
+        rate_limit: bounds the rows drawn from ``replay_buffer`` per episode written; both sides wait.
         postproc: applied to every batch before it is written or yielded.
-        tokenizer: renders messages; ``policy.tokenizer`` if ``None``.
-        processor: the Hugging Face processor of a model that takes images (Qwen2-VL, Qwen2.5-VL,
-            Qwen3-VL, LLaVA). Messages may then have images, and batches have ``("images", "new")``.
-            Its chat template and its tokenizer render messages. ``None`` for text alone: images are
-            refused.
-        **fields: fields of the records above by their own names: ``incomplete_groups`` (``failures``);
-            ``shuffle``, ``cycle``, ``seed`` (``order``); ``on_break``, ``template``,
-            ``template_kwargs``, ``max_prompt_tokens`` (``chat``); ``host``, ``port``, ``models``,
-            ``tool_parser`` (``agents``). ``shuffle=True`` is ``order=ItemOrder(shuffle=True)``.
+        processor: the Hugging Face processor of a model that takes images; without, they are refused.
+        dump_dir: folder for records of the episodes, in JSON lines. An error of writing does not stop
+            the run; it is counted as ``dump_errors``.
+        options: the rarer settings: order of items, chat template, filters of groups, processes.
 
     Raises:
-        TypeError: if ``env`` or ``policy`` is none of the above, an argument is unknown, a record and
-            one of its fields are both given, or ``processor`` is of no supported family.
-        ImportError: if ``env`` names nothing that can be imported.
-        ValueError: if ``data`` is empty, a size is out of range, ``episodes_per_batch`` or
-            ``total_episodes`` is not a multiple of ``group_size``, the tokenizer has no chat template
-            or no end-of-turn token, or it is not the processor's.
+        TypeError: if ``env`` or ``policy`` is none of the above, or ``processor`` of no known family.
+        ImportError: if ``env`` or ``policy`` names nothing that can be imported.
+        ValueError: if ``data`` is empty, a size is out of range or no multiple of ``group_size``, or the
+            tokenizer has no chat template or no end-of-turn token.
 
     Examples:
         >>> collector = MultiTurnCollector(  # doctest: +SKIP
-        ...     GuessNumber(16, turns=5), engine, episodes_per_batch=128, limits=Limits(max_turns=5)
+        ...     GuessNumber(16), engine, episodes_per_batch=128
         ... )
         >>> for batch in collector:  # doctest: +SKIP
         ...     print(batch["next", "reward"].mean())
@@ -176,57 +133,31 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         group_size: int = 1,
         max_concurrency: int | None = None,
         limits: Limits | None = None,
-        failures: FailurePolicy | None = None,
-        order: ItemOrder | None = None,
-        chat: ChatOptions | None = None,
-        agents: AgentOptions | None = None,
+        sampling: Mapping[str, Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
-        rate_limit: SampleRatio | None = None,
         total_episodes: int = -1,
         accept: Callable[[TensorDictBase], Any] | None = None,
-        accept_group: AcceptGroup | None = None,
-        total_attempts: int | None = None,
         max_retries: int = 0,
         max_consecutive_failures: int | None = None,
         max_staleness: int | None = None,
-        staleness: StalenessRule = "delivery",
         yield_groups: bool = False,
-        dump_dir: str | Path | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        workflow_kwargs: Mapping[str, Any] | None = None,
-        env_workers: int | None = None,
-        progress: bool = False,
+        rate_limit: SampleRatio | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        tokenizer: Any = None,
         processor: Any = None,
-        **fields: Any,
+        dump_dir: str | Path | None = None,
+        options: CollectorOptions | None = None,
     ) -> None:
         super().__init__()
-        if max_retries:
-            fields["max_retries"] = max_retries
-        if max_consecutive_failures is not None:
-            fields["max_consecutive_failures"] = max_consecutive_failures
-        failures = from_keywords("failures", FailurePolicy, failures, fields)
-        order = from_keywords("order", ItemOrder, order, fields)
-        chat = from_keywords("chat", ChatOptions, chat, fields)
-        agents = from_keywords("agents", AgentOptions, agents, fields)
-        for name in sorted(fields):
-            known = [*signature(MultiTurnCollector).parameters, *signature(type(self)).parameters]
-            known += [field for record in (failures, order, chat, agents) for field in vars(record)]
-            raise TypeError(
-                f"{type(self).__name__} has no argument {name}.{did_you_mean(name, known)}"
-            )
-        if limits is not None and not isinstance(limits, Limits):
-            raise TypeError(
-                f"limits must be of class Limits, got {limits!r}: give Limits(max_turns=3), say."
-            )
-        if yield_groups and failures.incomplete_groups == "keep":
-            failures = replace(failures, incomplete_groups="drop")
+        limits = Limits() if limits is None else limits
+        options = CollectorOptions() if options is None else options
+        check_class("limits", limits, Limits)
+        check_class("options", options, CollectorOptions)
         _require_sizes(
             episodes_per_batch=(episodes_per_batch, 1),
             group_size=(group_size, 1),
             max_concurrency=(max_concurrency, 1),
-            total_attempts=(total_attempts, 1),
+            max_retries=(max_retries, 0),
+            max_consecutive_failures=(max_consecutive_failures, 1),
             max_staleness=(max_staleness, 0),
         )
         for name, episodes in (
@@ -237,20 +168,23 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 raise ValueError(
                     f"{name} must be a multiple of group_size={group_size}, got {episodes}."
                 )
-        check_choice("staleness", staleness, get_args(StalenessRule))
-        self.limits = limits or Limits()
-        self.failures = failures
+        self.limits = limits
+        self.options = options
+        incomplete = options.incomplete_groups
+        if yield_groups and incomplete == "keep":
+            incomplete = "drop"
+        self.failures = FailurePolicy(max_retries, max_consecutive_failures, incomplete)
         self._player: Player = self._make_player(
             env,
             policy,
             limits=self.limits,
-            chat=chat,
-            tokenizer=tokenizer,
-            processor=processor,
             accept=accept,
-            workflow_kwargs=workflow_kwargs,
-            env_workers=env_workers,
-            agents=agents,
+            processor=processor,
+            chat=options.chat,
+            tokenizer=options.tokenizer,
+            agents=options.agents,
+            workflow_kwargs=options.workflow_kwargs,
+            env_workers=options.env_workers,
         )
         self.engine = self._player.engine
         self._owns_engine = self.engine is not policy
@@ -259,9 +193,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._received: nn.Module | None = None
         """Copy of the engine's model that weight-sync schemes write to."""
         warn_of_settings(self.engine, episodes_per_batch, max_concurrency, max_staleness)
-        self.accept_group = accept_group
-        self._data, self._order = data, order
-        self._items = Items(data, **asdict(order))
+        self._data = data
+        self._items = self._make_items(options.seed)
         self.episodes_per_batch = episodes_per_batch
         self.group_size = group_size
         self.max_concurrency = max_concurrency or episodes_per_batch
@@ -275,10 +208,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             rate_limit.attach(replay_buffer, group_size)
             self._pace = rate_limit.writer(lambda: self._background)
         self.total_episodes = total_episodes
-        self.total_attempts = total_attempts or _ATTEMPTS * (episodes_per_batch // group_size)
+        self._attempts = options.total_attempts or _ATTEMPTS * (episodes_per_batch // group_size)
         self.max_staleness = max_staleness
         self._staleness: StalenessLimit | None = None
-        if max_staleness is not None and staleness == "delivery":
+        if max_staleness is not None and options.staleness == "delivery":
             player = self._player  # Not self, see _new_run.
             self._staleness = StalenessLimit(max_staleness, lambda: player.engine.version)
         self.sampling = dict(sampling or {})
@@ -291,7 +224,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
         self._dump_errors = 0
         total = None if total_episodes < 0 else total_episodes
-        self._progress = ProgressBar(total) if progress else None
+        self._progress = ProgressBar(total) if options.progress else None
         self._warn_of_cuts = CutWarning()
         self._updating = False
         self._push_seconds = 0.0
@@ -376,7 +309,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 reward=f"{_mean_reward(episodes):.3g}",
                 rejected=self._counts.count("rejected"),
                 version=self.policy_version,
-                **({"refused": refused} if self.accept_group else {}),
+                **({"refused": refused} if self.options.accept_group else {}),
             )
         if self.replay_buffer is not None:
             return None
@@ -432,7 +365,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             concurrency=self.max_concurrency,
             counts=self._counts,
             traj_ids=self._ids.episodes,
-            refusal_of=(lambda episodes: me._refusal_of(episodes)) if self.accept_group else None,
+            refusal_of=self._refusal_of(),
         )
         scheduler = Scheduler(
             player,
@@ -440,7 +373,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             numbers=self._numbers,
             group_ids=self._ids.groups,
             staleness=self._staleness,
-            total_attempts=self.total_attempts,
+            total_attempts=self._attempts,
         )
         return TrainingRun(
             scheduler,
@@ -457,10 +390,15 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         # Not "async def": with any such method, Ray would run this class in an event loop.
         return self._player.failure_of(episode, self.sampling, expected)
 
-    def _refusal_of(self, episodes: list[Episode]) -> Coroutine[Any, Any, BaseException | None]:
-        """Why ``accept_group`` refuses a group's finished episodes, or ``None``."""
-        assert self.accept_group is not None
-        return refusal_of(self.accept_group, episodes)
+    def _refusal_of(self) -> Callable[[list[Episode]], Coroutine[Any, Any, Any]] | None:
+        """Tells why ``accept_group`` refuses a group's finished episodes, or ``None``."""
+        accept = self.options.accept_group
+        return None if accept is None else partial(refusal_of, accept)
+
+    def _make_items(self, seed: int) -> Items:
+        """The items from their beginning, in the order of a seed."""
+        order = self.options
+        return Items(self._data, shuffle=order.shuffle, cycle=order.cycle, seed=seed)
 
     # Collecting in the background
 
@@ -802,8 +740,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             RuntimeError: if the items restart while the collector runs in the background, or after
                 shutdown.
         """
-        if self._data is None or self._order.shuffle:
-            items = Items(self._data, **asdict(replace(self._order, seed=seed)))
+        if self._data is None or self.options.shuffle:
+            items = self._make_items(seed)
             self._stop_for("set_seed")
             self._items.close()
             self._items = items

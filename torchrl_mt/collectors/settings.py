@@ -1,100 +1,26 @@
-"""Records of a collector's settings: failures, order of items, chat template.
-
-Every field may also be given to the collector as a keyword argument.
-"""
+"""Records of a collector's settings: chat template, server of agents, and the rarer rest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from torchrl_mt.chat.replies import ParseReply
 from torchrl_mt.chat.template_kwargs import checked_template_kwargs
 from torchrl_mt.chat.tokens import ChatTokens, OnBreak, Template
-from torchrl_mt.checks import check_at_least, check_choice, check_positive_integer
+from torchrl_mt.checks import (
+    check_at_least,
+    check_choice,
+    check_class,
+    check_integer,
+    check_positive_integer,
+)
+from torchrl_mt.collectors.scheduling.failure_limits import IncompleteGroups
+from torchrl_mt.collectors.scheduling.group_filters import AcceptGroup
+from torchrl_mt.collectors.scheduling.staleness import StalenessRule
 
-__all__ = [
-    "AgentOptions",
-    "ChatOptions",
-    "FailurePolicy",
-    "IncompleteGroups",
-    "ItemOrder",
-    "from_keywords",
-]
-
-_Record = TypeVar("_Record")
-
-IncompleteGroups = Literal["drop", "keep", "refill", "requeue"]
-"""What becomes of a group with a member that failed after all retries."""
-
-_LEAST_CONSECUTIVE = 32
-"""Minimum of the default of ``max_consecutive_failures``."""
-
-
-@dataclass(frozen=True)
-class FailurePolicy:
-    """Retries of rejected episodes, and what becomes of incomplete groups.
-
-    Args:
-        max_retries: number of times that a rejected episode is played again.
-        max_consecutive_failures: raise the last error after this many episodes in a row failed all
-            retries and none finished. Until an environment's ``step`` or a workflow has returned once,
-            an episode that a limit cuts does not end the row. ``None`` means 32 or twice
-            ``max_concurrency``, whichever is more.
-        incomplete_groups: what becomes of a group with a member that failed all retries. ``"drop"``:
-            the group and its item are dropped (until the next epoch). ``"keep"``: the other members are
-            kept. ``"refill"``: the member is played again up to 16 more times; then the group is
-            dropped. ``"requeue"``: the group is dropped and its item played again, before any new item;
-            an item is dropped after 64 requeues, or after 16 in a row in which every member failed.
-
-    Raises:
-        ValueError: if a number is out of range or ``incomplete_groups`` is unknown.
-
-    Examples:
-        >>> FailurePolicy(max_retries=2)
-        FailurePolicy(max_retries=2, max_consecutive_failures=None, incomplete_groups='drop')
-    """
-
-    max_retries: int = 0
-    max_consecutive_failures: int | None = None
-    incomplete_groups: IncompleteGroups = "drop"
-
-    def __post_init__(self) -> None:
-        check_at_least("max_retries", self.max_retries, 0)
-        if self.max_consecutive_failures is not None:
-            check_at_least("max_consecutive_failures", self.max_consecutive_failures)
-        check_choice("incomplete_groups", self.incomplete_groups, get_args(IncompleteGroups))
-
-    def most_consecutive(self, concurrency: int) -> int:
-        """``max_consecutive_failures``, or its default at this concurrency."""
-        return self.max_consecutive_failures or max(_LEAST_CONSECUTIVE, 2 * concurrency)
-
-
-@dataclass(frozen=True)
-class ItemOrder:
-    """The order in which items are played.
-
-    Args:
-        shuffle: play in random order, a new one every epoch; for data with a length and an index.
-        cycle: start again when the data ends. ``None`` means true, except for iterators.
-        seed: seed of the order, and of the items that are made without data.
-
-    Raises:
-        TypeError: if ``seed`` is not an ``int``.
-
-    Examples:
-        >>> ItemOrder(shuffle=True, seed=7)
-        ItemOrder(shuffle=True, cycle=None, seed=7)
-    """
-
-    shuffle: bool = False
-    cycle: bool | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}.")
+__all__ = ["AgentOptions", "ChatOptions", "CollectorOptions"]
 
 
 @dataclass(frozen=True)
@@ -196,29 +122,68 @@ class AgentOptions:
         check_positive_integer("max_requests", self.max_requests)
 
 
-def from_keywords(
-    name: str, cls: type[_Record], record: _Record | None, keywords: dict[str, Any]
-) -> _Record:
-    """Return a record as given, or make it from the keywords that are its fields.
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """Rarer settings of a :class:`~torchrl_mt.collectors.MultiTurnCollector`.
 
     Args:
-        name: name of the argument that takes the record.
-        cls: class of the record.
-        record: the argument's value.
-        keywords: other arguments; fields of the record are removed from it.
+        shuffle: play the items in random order, a new one every epoch; for data with a length and an
+            index.
+        cycle: start again when the data ends. ``None`` means true, except for iterators.
+        seed: seed of the order, and of the items that are made without data.
+        accept_group: called with the episodes of a group, each in TED, ``[T]``, such as
+            :func:`~torchrl_mt.collectors.has_spread`; false rejects them all
+            (``rejected/group_not_accepted``), and a group of another item is played. May be ``async``.
+        total_attempts: raise an error if ``accept_group`` has left no full batch after this many
+            groups. ``None`` means ten times the groups of a batch.
+        incomplete_groups: what becomes of a group with a member that failed all retries. ``"drop"``:
+            the group and its item are dropped (until the next epoch). ``"keep"``: the other members are
+            kept. ``"refill"``: the member is played again up to 16 more times; then the group is
+            dropped. ``"requeue"``: the group is dropped and its item played again, before any new item;
+            an item is dropped after 64 requeues, or after 16 in a row in which every member failed.
+        staleness: what ``max_staleness`` bounds. ``"delivery"``: the age at delivery. A group with an
+            episode that would be too old is rejected (``rejected/stale``) as soon as that is certain,
+            and its item is played again. ``"admission"``: only how many batches are begun. Nothing is
+            rejected, so slow episodes may be arbitrarily old: watch ``staleness/max``.
+        chat: how dialogues become tokens: the chat template and its variables.
+        tokenizer: renders messages; ``policy.tokenizer`` if ``None``.
+        agents: the server that agents speak to.
+        workflow_kwargs: arguments for the class that ``env`` is or names.
+        env_workers: number of processes that run the environments, for environments that compute, since
+            threads share one core. ``env``, items and messages are pickled, and a script needs
+            ``if __name__ == "__main__":``. If a process dies, its episodes are rejected
+            (``rejected/EnvWorkerError``) and a new process replaces it.
+        progress: show a progress bar.
 
     Raises:
-        TypeError: if both are given, or ``record`` is of another class.
+        TypeError: if ``seed`` is not an ``int``, or ``chat`` or ``agents`` is of another class.
+        ValueError: if a number is out of range or a choice is unknown.
+
+    Examples:
+        >>> CollectorOptions(shuffle=True, seed=7, chat=ChatOptions(template="training")).seed
+        7
     """
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    given = {field: keywords.pop(field) for field in names if field in keywords}
-    if record is None:
-        return cls(**given)
-    if not isinstance(record, cls):
-        raise TypeError(f"{name} must be of class {cls.__name__}, got {record!r}.")
-    if given:
-        raise TypeError(
-            f"{name} and {', '.join(given)} must not both be given: give {', '.join(given)} in "
-            f"{name}={cls.__name__}(...)."
-        )
-    return record
+
+    shuffle: bool = False
+    cycle: bool | None = None
+    seed: int = 0
+    accept_group: AcceptGroup | None = None
+    total_attempts: int | None = None
+    incomplete_groups: IncompleteGroups = "drop"
+    staleness: StalenessRule = "delivery"
+    chat: ChatOptions = ChatOptions()
+    tokenizer: Any = None
+    agents: AgentOptions = AgentOptions()
+    workflow_kwargs: Mapping[str, Any] | None = None
+    env_workers: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("seed", self.seed)
+        check_choice("incomplete_groups", self.incomplete_groups, get_args(IncompleteGroups))
+        check_choice("staleness", self.staleness, get_args(StalenessRule))
+        check_class("chat", self.chat, ChatOptions)
+        check_class("agents", self.agents, AgentOptions)
+        for name in ("total_attempts", "env_workers"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name))

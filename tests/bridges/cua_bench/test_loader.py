@@ -18,7 +18,7 @@ from tests.collectors.test_pages import code_of
 from tests.idle_clock import LIMIT, Loop
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader, slots, waiting
-from torchrl_mt.collectors import ChatOptions, Limits
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -148,7 +148,9 @@ def test_only_outcomes_are_kept_if_asked_for(make, kind):
 
 def test_an_episode_longer_than_the_storage_is_rejected(make):
     items = [{"rewards": [0.0] * 3}, {"rewards": [1.0]}]
-    loader = make(task_configs=items, cycle=False, replay_capacity=2, num_envs=1)
+    loader = make(
+        task_configs=items, options=CollectorOptions(cycle=False), replay_capacity=2, num_envs=1
+    )
     assert play(loader, reply, lambda: False) == 4
     assert loader.stats()["rejected/longer_than_replay"] == 1
     assert loader.storage.lengths.tolist() == [1]
@@ -176,7 +178,12 @@ def test_stored_are_the_tokens_that_were_given(tokenizer, data):
     plain = data.draw(st.booleans())
     num_envs = data.draw(st.integers(1, 3))
     batch_size = data.draw(st.integers(1, num_envs))
-    options = {"env": Scripted(), "num_envs": num_envs, "task_configs": [{}] * 4, "cycle": False}
+    options = {
+        "env": Scripted(),
+        "num_envs": num_envs,
+        "task_configs": [{}] * 4,
+        "options": CollectorOptions(cycle=False),
+    }
     if plain:
         configs = [{} for _ in range(num_envs)]
         options = {"env_class": Plain, "env_configs": configs, "total_episodes": 4}
@@ -249,7 +256,7 @@ def test_steps_balance_and_outcome_equal_a_slow_reference(tokenizer, scripts, ga
         Scripted(),
         tokenizer,
         task_configs=[{"rewards": script} for script in scripts],
-        cycle=False,
+        options=CollectorOptions(cycle=False),
         num_envs=num_envs,
         batch_size=1,
         replay_reward_discount=gamma,
@@ -331,7 +338,7 @@ def test_a_sample_waits_for_steps_and_says_if_none_can_come(make):
     assert len(sampling()) == 6
     with pytest.raises(RuntimeError, match="all 2 environments wait for answers"):
         loader.sample_from_buffer(99)
-    loader = make(task_configs=[{}], cycle=False, num_envs=1)
+    loader = make(task_configs=[{}], options=CollectorOptions(cycle=False), num_envs=1)
     play(loader, reply, lambda: False)
     with pytest.raises(RuntimeError, match="the data has ended: 4 steps were asked for, and 3"):
         loader.sample_from_buffer(4)
@@ -339,7 +346,7 @@ def test_a_sample_waits_for_steps_and_says_if_none_can_come(make):
 
 def test_statistics_are_printed(make, capsys):
     items = [{"rewards": [1.0] * turns} for turns in (1, 2, 2)]
-    loader = make(task_configs=items, cycle=False, num_envs=1)
+    loader = make(task_configs=items, options=CollectorOptions(cycle=False), num_envs=1)
     play(loader, reply, lambda: False)
     loader.print_stats_in_replay_buffer()
     expected = (
@@ -479,10 +486,10 @@ def test_a_long_prompt_loses_its_oldest_turns_but_never_the_opening(make):
     wait_until(lambda: len(loader.storage) == 10)
 
 
-@pytest.mark.parametrize("chat", [None, ChatOptions(on_break="append")])
+@pytest.mark.parametrize("chat", [ChatOptions(), ChatOptions(on_break="append")])
 def test_an_opening_that_is_too_long_rejects_the_episode_by_name(make, chat):
     items = [{"words": 90}, {"words": 3}]
-    options = {} if chat is None else {"chat": chat}
+    options = {"options": CollectorOptions(chat=chat)}
     loader = make(Talks(), task_configs=items, num_envs=1, max_prompt_length=60, **options)
     play(loader, reply, lambda: len(loader.storage) >= 3)
     assert loader.stats()["rejected/prompt_too_long"] >= 1
@@ -505,7 +512,9 @@ def test_a_prompt_of_a_workflow_that_is_too_long_rejects_the_episode_by_name(mak
             await engine.generate([5] * data["length"])
             return 1.0
 
-    loader = make(Wide(), task_configs=[{"length": 65}, {"length": 64}], cycle=False)
+    loader = make(
+        Wide(), task_configs=[{"length": 65}, {"length": 64}], options=CollectorOptions(cycle=False)
+    )
     assert play(loader, reply, lambda: False) == 1
     assert loader.stats()["rejected/prompt_too_long"] == 1
 
@@ -641,7 +650,9 @@ def test_a_wrong_answer_is_refused_by_name_and_changes_nothing(make):
 
 def test_the_data_ends_with_smaller_batches(make):
     items = [{"rewards": [0.0] * turns} for turns in (1, 2, 3, 4, 5)]
-    loader = make(task_configs=items, cycle=False, batch_size=3, num_envs=4)
+    loader = make(
+        task_configs=items, options=CollectorOptions(cycle=False), batch_size=3, num_envs=4
+    )
     sizes = []
     for batch in loader:
         sizes.append(len(batch["worker_id"]))
@@ -719,7 +730,7 @@ def test_a_dead_environment_uses_up_no_items(make, monkeypatch, fails_in):
         env_class=Broken,
         env_configs=[{"fails_in": fails_in}, {}],
         task_configs=[{"item": k} for k in range(20)],
-        cycle=False,
+        options=CollectorOptions(cycle=False),
     )
     play(loader, reply, lambda: False)
     stored = Counter(data["item"] for data in loader.storage[:]["data"])
@@ -734,9 +745,8 @@ def test_a_dead_environment_uses_up_no_groups_that_are_refilled(make, monkeypatc
         env_class=Broken,
         env_configs=[{"fails_in": "reset"}, {}],
         task_configs=[{"item": k} for k in range(4)],
-        cycle=False,
+        options=CollectorOptions(cycle=False, incomplete_groups="refill"),
         group_size=2,
-        incomplete_groups="refill",
     )
     play(loader, reply, lambda: False)
     assert Counter(data["item"] for data in loader.storage[:]["data"]) == dict.fromkeys(range(4), 6)
@@ -753,7 +763,7 @@ def test_a_slot_that_fails_thousands_of_times_is_still_tried():
 def test_an_item_that_fails_in_all_environments_is_dropped(make, monkeypatch):
     monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.0)
     items = [{"item": k, "bad": k % 3 == 0} for k in range(12)]
-    loader = make(Broken(), task_configs=items, cycle=False, num_envs=3)
+    loader = make(Broken(), task_configs=items, options=CollectorOptions(cycle=False), num_envs=3)
     play(loader, reply, lambda: False)
     assert {data["item"] for data in loader.storage[:]["data"]} == {
         item["item"] for item in items if not item["bad"]
@@ -816,7 +826,7 @@ def test_data_of_which_every_episode_fails_is_no_silent_end(make):
         def reset(self, data=None):
             raise OSError("no server")
 
-    loader = make(Broken(), task_configs=[{}] * 3, cycle=False)
+    loader = make(Broken(), task_configs=[{}] * 3, options=CollectorOptions(cycle=False))
     with pytest.raises(
         RuntimeError, match=r"all \d+ episodes were rejected, .* OSError: no server"
     ):
@@ -890,7 +900,9 @@ def test_a_loop_that_stops_answering_is_told(make):
 
 
 def test_a_loop_that_forgets_the_last_answers_is_told(make):
-    loader = make(task_configs=[{}] * 3, cycle=False, batch_size=2, num_envs=3)
+    loader = make(
+        task_configs=[{}] * 3, options=CollectorOptions(cycle=False), batch_size=2, num_envs=3
+    )
     batch, last = next(loader), None
     with pytest.raises(RuntimeError, match="all 2 prompts wait for your answers"):
         last = next(loader)
@@ -1010,7 +1022,13 @@ def test_sixty_four_environments_in_threads_each_play_their_own_episodes(make):
 
     heard = []
     items = [{}] * 128
-    loader = make(Threaded(heard), task_configs=items, cycle=False, batch_size=32, num_envs=64)
+    loader = make(
+        Threaded(heard),
+        task_configs=items,
+        options=CollectorOptions(cycle=False),
+        batch_size=32,
+        num_envs=64,
+    )
     rng = random.Random(0)
     given = play(loader, lambda row: [rng.randrange(4, 8), END], lambda: False)
     assert given == len(heard) == len(loader.storage) == 3 * 128
@@ -1028,7 +1046,7 @@ def test_a_workflow_may_ask_several_prompts_at_once(make):
             )
             return [float(one.token_ids[0]), float(two.token_ids[0])]
 
-    loader = make(Both(), task_configs=[{}], cycle=False)
+    loader = make(Both(), task_configs=[{}], options=CollectorOptions(cycle=False))
     sampling = []
     for batch in loader:
         sampling.append(batch["meta_info"][0].get("sampling"))
@@ -1052,7 +1070,11 @@ def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
             others = await asyncio.gather(ask("2"), ask("3"))
             return float([first, *others] == ["2"] * 3)
 
-    options = {"task_configs": [{}] * 6, "cycle": False, "max_response_length": 20}
+    options = {
+        "task_configs": [{}] * 6,
+        "options": CollectorOptions(cycle=False),
+        "max_response_length": 20,
+    }
     loader = make(Asks(), batch_size=2, num_envs=3, **options)
     two = tokenizer.convert_tokens_to_ids("2")
     slots_of = {}
@@ -1070,14 +1092,19 @@ def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
 
 @pytest.mark.slow
 def test_environments_may_run_in_processes(make):
-    options = {"task_configs": [{}] * 6, "cycle": False}
-    loader = make(Tells, batch_size=2, num_envs=4, env_workers=2, **options)
+    options = CollectorOptions(cycle=False, env_workers=2)
+    loader = make(Tells, batch_size=2, num_envs=4, task_configs=[{}] * 6, options=options)
     assert play(loader, reply, lambda: False) == 12
     assert len({info["pid"] for info in loader.storage[:]["info"]}) == 2
 
 
 def test_groups_share_an_item(make):
-    loader = make(task_configs=[{"a": 1}, {"a": 2}], cycle=False, group_size=2, num_envs=4)
+    loader = make(
+        task_configs=[{"a": 1}, {"a": 2}],
+        options=CollectorOptions(cycle=False),
+        group_size=2,
+        num_envs=4,
+    )
     play(loader, reply, lambda: False)
     groups = [int(episode["group"][0]) for episode in loader.storage.episodes()]
     assert sorted(Counter(groups).values()) == [2, 2]
@@ -1123,7 +1150,7 @@ def test_every_episode_is_accepted_or_rejected_whoever_answers(
         Fails(),
         tokenizer,
         task_configs=items,
-        cycle=False,
+        options=CollectorOptions(cycle=False),
         num_envs=num_envs,
         batch_size=1,
         max_prompt_length=64,
@@ -1207,7 +1234,11 @@ def test_the_pages_loop_runs_as_it_stands():
         ({"max_response_length": -1}, ValueError, "max_response_length"),
         ({"balance_thres": float("nan")}, ValueError, "balance_thres"),
         ({"max_concurrency": 3}, TypeError, "max_concurrency itself"),
-        ({"max_prompt_tokens": 3}, ValueError, "max_prompt_length"),
+        (
+            {"options": CollectorOptions(chat=ChatOptions(max_prompt_tokens=3))},
+            ValueError,
+            "max_prompt_length",
+        ),
         ({"limits": Limits(max_response_tokens=3)}, ValueError, "max_response_length"),
         ({"no_such": 3}, TypeError, "no_such"),
     ],

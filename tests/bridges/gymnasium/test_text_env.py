@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.bridges.collecting import collect
 from tests.tiers import examples
 from torchrl_mt.bridges.gymnasium import GymTextEnv
-from torchrl_mt.collectors import Limits
+from torchrl_mt.collectors import CollectorOptions, Limits
 
 gym = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
@@ -131,7 +131,9 @@ def test_seeds_reproduce_episodes_however_many_are_played_at_once():
     one_by_one = collect(lake(), answer, number=8, limits=Limits(max_turns=4), max_concurrency=1)
     assert at_once == one_by_one
     assert len({played.text for played in at_once}) > 3
-    other = collect(lake(), answer, number=8, limits=Limits(max_turns=4), seed=1)
+    other = collect(
+        lake(), answer, number=8, limits=Limits(max_turns=4), options=CollectorOptions(seed=1)
+    )
     assert other != at_once
 
 

@@ -30,7 +30,7 @@ from tests.idle_clock import hang  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402
 from torchrl_mt.bridges.verifiers.v1 import V1Env, _Calls  # noqa: E402
-from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
 from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
@@ -287,7 +287,12 @@ def test_a_copy_for_another_process_plays_the_same(installed):
 def test_an_agent_that_is_not_trained_has_a_model_of_its_own(installed):
     teacher = engine_that(lambda words: "one plus one")
     env = VerifiersEnv(installed(Sums, Talk))
-    batch, stats = play(env, data=env.items()[1:2], episodes=1, models={"teacher": teacher})
+    batch, stats = play(
+        env,
+        data=env.items()[1:2],
+        episodes=1,
+        options=CollectorOptions(agents=AgentOptions(models={"teacher": teacher})),
+    )
     assert stats["turns"] == len(teacher.calls) == 1
     assert rewards(batch) == [2.0]
     assert batch["info"][0]["agent"] == "student"

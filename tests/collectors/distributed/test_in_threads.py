@@ -21,7 +21,7 @@ from tests.collectors.distributed.played import (
     weights,
 )
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.collectors.distributed import workers
 from torchrl_mt.collectors.distributed.workers import WorkersFailedError
 
@@ -32,7 +32,12 @@ class ListBuffer(list):
     extend = list.append
 
 
-OPTIONS = {"episodes_per_batch": 8, "group_size": 2, "cycle": False, "sampling": {"seed": 3}}
+OPTIONS = {
+    "episodes_per_batch": 8,
+    "group_size": 2,
+    "options": CollectorOptions(cycle=False),
+    "sampling": {"seed": 3},
+}
 
 
 def versions_are_right(batch):
@@ -108,7 +113,7 @@ def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
         Talk,
         slow_engine,
         items(64, turns=3),
-        **{**OPTIONS, "cycle": True},
+        **{**OPTIONS, "options": CollectorOptions(cycle=True)},
         max_staleness=2,
     ) as collector:
         iterator = iter(collector)
@@ -134,7 +139,12 @@ def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
 def test_running_episodes_that_become_too_old_are_cancelled(in_threads, tmp_path):
     flag = tmp_path / "go"
     data = [{"k": 0, "turns": 2, "wait_for": str(flag)}, *items(64, turns=1)]
-    options = {**OPTIONS, "cycle": True, "group_size": 1, "episodes_per_batch": 4}
+    options = {
+        **OPTIONS,
+        "options": CollectorOptions(cycle=True),
+        "group_size": 1,
+        "episodes_per_batch": 4,
+    }
     with in_threads(Talk, SeededEngine, data, **options, max_staleness=1) as collector:
         for version, _ in zip(range(4), collector, strict=False):
             collector.update_policy_weights_(weights(version + 1.0))
@@ -351,7 +361,11 @@ def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said
 
 
 def test_sampling_that_cannot_be_sent_ends_the_run(in_threads):
-    options = {**OPTIONS, "sampling": {"lock": threading.Lock()}, "cycle": True}
+    options = {
+        **OPTIONS,
+        "sampling": {"lock": threading.Lock()},
+        "options": CollectorOptions(cycle=True),
+    }
     with (
         in_threads(
             Talk, SeededEngine, items(4), max_consecutive_failures=3, **options
@@ -374,10 +388,14 @@ def test_bad_data_leaves_no_workers(in_threads):
         (3, {}, "policy_factory must be a function .* got a int"),
         ([SeededEngine], {}, "one for each of num_collectors=2, got 1"),
         (SeededEngine, {"env": threading.Lock()}, "env is sent to the workers"),
-        (SeededEngine, {"port": 8000}, "port must be 0"),
+        (
+            SeededEngine,
+            {"options": CollectorOptions(agents=AgentOptions(port=8000))},
+            "port must be 0",
+        ),
         (SeededEngine, {"num_collectors": 0}, "num_collectors"),
         (SeededEngine, {"backend": "slurm"}, "backend"),
-        (SeededEngine, {"accepts": 1}, "has no argument accepts"),
+        (SeededEngine, {"accepts": 1}, "argument 'accepts'"),
     ],
 )
 def test_bad_input_is_named(in_threads, policy, more, message):

@@ -29,6 +29,7 @@ from tests.collectors.distributed.played import (
 from tests.collectors.distributed.test_in_threads import balanced, versions_are_right
 from tests.waiting import wait_until
 from torchrl_mt.collectors import (
+    CollectorOptions,
     Limits,
     MultiProcessCollector,
     MultiTurnCollector,
@@ -38,7 +39,12 @@ from torchrl_mt.collectors.distributed import workers
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {"episodes_per_batch": 16, "group_size": 4, "cycle": False, "sampling": {"seed": 3}}
+OPTIONS = {
+    "episodes_per_batch": 16,
+    "group_size": 4,
+    "options": CollectorOptions(cycle=False),
+    "sampling": {"seed": 3},
+}
 
 
 def pids_in(batches):
@@ -106,7 +112,11 @@ def test_ten_deaths_lose_and_double_nothing(tmp_path):
 
 def test_a_killed_actor_is_started_again_with_the_last_weights(distributed):
     with distributed(
-        Talk, slow_engine, items(64, turns=3), **{**OPTIONS, "cycle": True}, max_staleness=1
+        Talk,
+        slow_engine,
+        items(64, turns=3),
+        **{**OPTIONS, "options": CollectorOptions(cycle=True)},
+        max_staleness=1,
     ) as collector:
         iterator = iter(collector)
         pids = set()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -172,7 +172,7 @@ def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, sta
         with MultiTurnCollector(
             *(env, engine, items(where, error)),
             episodes_per_batch=3,
-            cycle=False,
+            options=CollectorOptions(cycle=False),
             limits=LIMITS[limits],
             max_staleness=staleness,
         ) as collector:
@@ -258,7 +258,7 @@ def test_an_accept_that_leaves_rejects_its_episode(engine, is_async):
         with MultiTurnCollector(
             *(Inline, engine, items(None, None)),
             episodes_per_batch=3,
-            cycle=False,
+            options=CollectorOptions(cycle=False),
             accept=accept_later if is_async else accept,
         ) as collector:
             return sum(map(len, collector)), collector.stats()

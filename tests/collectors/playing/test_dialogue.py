@@ -12,7 +12,7 @@ import torch
 from tests.chat import families as f
 from tests.chat.families_in_play import stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import ChatOptions, MultiTurnCollector
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
@@ -127,7 +127,9 @@ def test_a_prompt_that_is_too_long_loses_its_oldest_turns(seed):
     opening, longest = rng.randint(1, 8), rng.randint(32, 48)
     replies = [rng.randint(1, 12) for _ in range(12)]
     batch, calls, _, stats = play(
-        Talk(), {"opening": opening, "replies": replies}, max_prompt_tokens=longest
+        Talk(),
+        {"opening": opening, "replies": replies},
+        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
     )
     # An opening has its words, two tokens around them and <assistant>; a turn 4 and its reply's 3 more.
     count = lambda words, kept: words + 3 + sum(4 + replies[k] + 2 for k in kept)  # noqa: E731
@@ -154,7 +156,11 @@ def test_what_can_not_be_left_out_rejects_the_episode_by_name(opening, replies, 
         caplog.at_level(logging.WARNING, logger="torchrl_mt"),
         pytest.raises(RuntimeError) as caught,
     ):
-        play(Talk(), {"opening": opening, "replies": replies}, max_prompt_tokens=30)
+        play(
+            Talk(),
+            {"opening": opening, "replies": replies},
+            options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=30)),
+        )
     assert caught.value.__cause__.cause == "prompt_too_long"
     assert what in caplog.text
 
@@ -168,7 +174,13 @@ def test_a_family_that_rewrites_its_dialogues_is_shortened_too():
     data = {"opening": 2, "replies": [3] * 12}
     _, whole, _, _ = play(Talk(), data, rule, tokenizer)
     longest = len(whole[0][0]) * 4
-    _, calls, _, _ = play(Talk(), data, rule, tokenizer, max_prompt_tokens=longest)
+    _, calls, _, _ = play(
+        Talk(),
+        data,
+        rule,
+        tokenizer,
+        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
+    )
     lengths = [len(prompt) for prompt, _ in calls]
     assert max(lengths) <= longest < max(len(prompt) for prompt, _ in whole)
     assert len(lengths) == 12

@@ -13,13 +13,18 @@ from tests.collectors.pictures import SeeingEngine, new_images
 from tests.collectors.playing.worker_envs import Async, Shows, Tells, Unimportable, no_environment
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage
 
 
 def collect(env, engine, data, **kwargs):
-    kwargs = {"episodes_per_batch": 4, "env_workers": 2, "max_consecutive_failures": 20, **kwargs}
+    kwargs = {
+        "episodes_per_batch": 4,
+        "max_consecutive_failures": 20,
+        "options": CollectorOptions(env_workers=2),
+        **kwargs,
+    }
     with MultiTurnCollector(env, engine, data, **kwargs) as collector:
         batch = next(iter(collector))
         return batch, collector.stats()
@@ -75,9 +80,8 @@ def test_no_call_is_forgotten_where_processes_come_and_go(engine):
         Tells,
         engine,
         data,
-        cycle=False,
+        options=CollectorOptions(cycle=False, env_workers=2),
         episodes_per_batch=12,
-        env_workers=2,
         max_retries=2,
         max_consecutive_failures=1000,
     ) as collector:
@@ -103,7 +107,9 @@ def test_what_goes_wrong_is_a_failure_of_its_episode(engine, where, what, cause)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["sys.exit", "raise", "exit"])
 def test_closing_that_goes_wrong_costs_nothing(engine, what):
-    batch, stats = collect(Tells, engine, [{"close": what}, {}], env_workers=1, max_retries=5)
+    batch, stats = collect(
+        Tells, engine, [{"close": what}, {}], options=CollectorOptions(env_workers=1), max_retries=5
+    )
     assert len(batch) == 8
     assert stats["accepted"] == 4
     assert not children()
@@ -112,7 +118,13 @@ def test_closing_that_goes_wrong_costs_nothing(engine, what):
 @pytest.mark.slow
 def test_a_call_that_hangs_holds_up_nobody(engine):
     limits = Limits(tool_timeout=1.0)
-    _, stats = collect(Tells, engine, [{"step": "hang"}, {}], env_workers=1, limits=limits)
+    _, stats = collect(
+        Tells,
+        engine,
+        [{"step": "hang"}, {}],
+        options=CollectorOptions(env_workers=1),
+        limits=limits,
+    )
     assert stats["accepted"] == 4
     assert not children()
 
@@ -157,12 +169,18 @@ def test_bad_input_is_named(engine):
             return 0.0
 
     with pytest.raises(TypeError, match="pickling it raised"):
-        MultiTurnCollector(Local, engine, [{}], episodes_per_batch=1, env_workers=1)
+        MultiTurnCollector(
+            Local, engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=1)
+        )
     with pytest.raises(
         TypeError, match=r"env_workers runs environments.*got .*which calls the engine"
     ):
-        MultiTurnCollector(Flow(), engine, [{}], episodes_per_batch=1, env_workers=1)
-    with pytest.raises(ValueError, match="env_workers must be at least 1 process, got 0"):
-        MultiTurnCollector(Tells, engine, [{}], episodes_per_batch=1, env_workers=0)
+        MultiTurnCollector(
+            Flow(), engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=1)
+        )
+    with pytest.raises(ValueError, match="env_workers must be at least 1, got 0"):
+        MultiTurnCollector(
+            Tells, engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=0)
+        )
     with pytest.raises(RuntimeError, match=r"TypeError: env must be a TextEnv.*makes int"):
         collect(no_environment, engine, [{}], max_consecutive_failures=2)

@@ -76,20 +76,6 @@ def test_it_rejects_one_episode_where_others_were_judged(engine):
         assert made.stats()["rejected/TypeError"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"limits": {"max_turns": 3}}, "limits must be of class Limits, got .*give Limits"),
-        ({"max_retrys": 2}, "no argument max_retrys. Did you mean 'max_retries'?"),
-        ({"template_kwarg": {}}, "no argument template_kwarg. Did you mean 'template_kwargs'?"),
-        ({"staleness": "delivry"}, "got 'delivry'. Did you mean 'delivery'?"),
-    ],
-)
-def test_wrong_arguments_are_named(engine, options, said):
-    with pytest.raises((TypeError, ValueError), match=said):
-        MultiTurnCollector(env(), engine, episodes_per_batch=4, **options)
-
-
 def test_a_finished_collector_says_that_it_yields_nothing(engine, caplog):
     done = env(TextStep(reward=1.0, done=True))
     with MultiTurnCollector(done, engine, episodes_per_batch=2, total_episodes=4) as made:

@@ -13,7 +13,7 @@ from torchrl.data import ReplayBuffer
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
@@ -83,10 +83,9 @@ def test_it_is_rejected_whoever_plays(engine, player, limits, idle_clock):
         *(player, engine, [{}]),
         episodes_per_batch=GROUP,
         group_size=GROUP,
-        incomplete_groups="keep",
+        options=CollectorOptions(incomplete_groups="keep", cycle=False),
         limits=limits,
         total_episodes=GROUP,
-        cycle=False,
     ) as collector:
         (batch,) = collector
         stats = collector.stats()
@@ -104,7 +103,7 @@ def masked_batch(engine, player, limits):
         *(player, engine, [{}]),
         episodes_per_batch=2 * GROUP,
         group_size=GROUP,
-        incomplete_groups="keep",
+        options=CollectorOptions(incomplete_groups="keep"),
         limits=limits,
         max_concurrency=GROUP,
     ) as collector:
@@ -199,7 +198,7 @@ def test_a_curriculum_is_not_told_of_time_that_ran_out(engine, idle_clock):
         episodes_per_batch=GROUP,
         group_size=GROUP,
         max_concurrency=GROUP,
-        incomplete_groups="keep",
+        options=CollectorOptions(incomplete_groups="keep"),
         limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
     ) as collector:
         next(iter(collector))

@@ -16,7 +16,14 @@ from tests.collectors.test_pages import code_of
 from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import ChatOptions, Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import (
+    AgentOptions,
+    ChatOptions,
+    CollectorOptions,
+    Limits,
+    MultiTurnCollector,
+    context,
+)
 from torchrl_mt.collectors.playing import episode_player
 from torchrl_mt.envs import Arithmetic, TextEnv, TextStep, Tool, ToolEnv, calculate
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -125,7 +132,7 @@ def test_the_schemas_reach_the_prompt():
 def test_every_form_of_an_environment(env, kwargs):
     family = f.QWEN25
     said = [says(family, "", call("add", a=3, b=4), call("add", a=1, b=2)), says(family, "7")]
-    batch, prompts, _ = play(family, env, said, workflow_kwargs=kwargs)
+    batch, prompts, _ = play(family, env, said, options=CollectorOptions(workflow_kwargs=kwargs))
     assert rewards(batch) == [0.0, 1.0]
     assert batch["info"][-1] == {"calls": 2, "errors": 1}
     assert "only 1 calls are allowed" in prompts[1]
@@ -151,7 +158,12 @@ def test_copies_of_an_environment_do_not_mix_up_their_episodes():
         {"messages": [{"role": "user", "content": str(k)}], "answer": str(k + 1)} for k in range(8)
     ]
     with MultiTurnCollector(
-        env, ScriptedEngine(tokenizer, rule), data, episodes_per_batch=16, group_size=2, cycle=False
+        env,
+        ScriptedEngine(tokenizer, rule),
+        data,
+        episodes_per_batch=16,
+        group_size=2,
+        options=CollectorOptions(cycle=False),
     ) as collector:
         batch = next(iter(collector))
     assert rewards(batch) == [0.0, 1.0] * 16
@@ -245,14 +257,24 @@ def test_tools_may_not_be_given_twice(late):
         RuntimeError if late else ValueError,
         match=r'template_kwargs\["tools"\] must not be given with an environment that has tools .*\.$',
     ):
-        play(f.QWEN25, given, [says(f.QWEN25, "7")], template_kwargs={"tools": [look]})
+        play(
+            f.QWEN25,
+            given,
+            [says(f.QWEN25, "7")],
+            options=CollectorOptions(chat=ChatOptions(template_kwargs={"tools": [look]})),
+        )
 
 
 def test_other_variables_of_the_template_stay():
     family, env = f.QWEN3, ToolEnv([add], reward=says_seven)
     for enable in (True, False):
         kwargs = {"tools": None, "enable_thinking": enable}
-        _, (prompt,), _ = play(family, env, [says(family, "7")], template_kwargs=kwargs)
+        _, (prompt,), _ = play(
+            family,
+            env,
+            [says(family, "7")],
+            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
+        )
         assert '"name": "add"' in prompt
         assert prompt.endswith("<think>\n\n</think>\n\n") == (not enable)
 
@@ -295,7 +317,11 @@ def test_the_last_tokens_of_many_tools_are_kept(monkeypatch):
             return super().tokens(tokenizer, **options)
 
     player = episode_player.EpisodePlayer(
-        lambda: None, ScriptedEngine(tokenizer_of(f.QWEN25), list), limits=Limits(), chat=Counted()
+        lambda: None,
+        ScriptedEngine(tokenizer_of(f.QWEN25), list),
+        limits=Limits(),
+        chat=Counted(),
+        agents=AgentOptions(),
     )
     for name in "abbacab":
         player._get_chat([Tool(lambda: None, {"name": name}).schema])
@@ -339,7 +365,7 @@ def test_tools_run_in_other_processes(env):
         says(family, "", call("add", a=3, b=4), call("whereabouts"), call("find")),
         says(family, "7"),
     ]
-    batch, prompts, _ = play(family, env, said, env_workers=1)
+    batch, prompts, _ = play(family, env, said, options=CollectorOptions(env_workers=1))
     assert rewards(batch) == [0.0, 1.0]
     assert batch["info"][-1] == {"calls": 3, "errors": 1}
     assert '"name": "whereabouts"' in prompts[0]

@@ -13,7 +13,7 @@ from torchrl.envs.llm import ChatEnv
 
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
-from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.playing.env_factory import resolve
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
@@ -275,7 +275,7 @@ def test_names_and_classes_are_resolved(engine):
         (f"{here}.Play", {"calls": 2}),
         (f"{here}:Play", None),
     ):
-        batch, _ = collect(env, engine, 1, workflow_kwargs=kwargs)
+        batch, _ = collect(env, engine, 1, options=CollectorOptions(workflow_kwargs=kwargs))
         assert len(batch) == (kwargs or {"calls": 3})["calls"]
 
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
-from torchrl_mt.collectors import MultiTurnCollector, context, has_spread
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector, context, has_spread
 from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 
 
@@ -56,10 +56,10 @@ def test_refused_groups_are_counted_and_others_take_their_place(
         *(Graded, engine, items(30, every=3)),
         episodes_per_batch=4,
         group_size=2,
-        accept_group=later if is_async else has_spread,
+        options=CollectorOptions(
+            accept_group=later if is_async else has_spread, progress=True, cycle=False
+        ),
         max_staleness=staleness,
-        progress=True,
-        cycle=False,
     ) as collector:
         seen = []
         for batch in collector:
@@ -85,8 +85,7 @@ def test_a_group_is_judged_whole_and_in_order(engine):
         *(Graded, engine, items(3, every=1)),
         episodes_per_batch=9,
         group_size=3,
-        accept_group=accept_group,
-        cycle=False,
+        options=CollectorOptions(accept_group=accept_group, cycle=False),
     ) as collector:
         next(iter(collector))
         collector.evaluate(items(2, every=1), n=2)  # is not judged
@@ -96,21 +95,21 @@ def test_a_group_is_judged_whole_and_in_order(engine):
 @pytest.mark.parametrize("staleness", [None, 1])
 @pytest.mark.parametrize(("attempts", "tried"), [(None, 20), (5, 5)])
 def test_a_run_that_refuses_everything_stops_and_may_go_on(engine, attempts, tried, staleness):
+    accepted = []
     with MultiTurnCollector(
         *(Graded, engine, items(7, every=100)),
         episodes_per_batch=4,
         group_size=2,
-        accept_group=lambda episodes: episodes[0]["data"][0]["spread"],
-        total_attempts=attempts,
+        options=CollectorOptions(
+            accept_group=lambda episodes: any(accepted), total_attempts=attempts
+        ),
         max_staleness=staleness,
     ) as collector:
-        collector.accept_group = refuse = lambda episodes: False
         with pytest.raises(RuntimeError, match=f"refused {tried} of the {tried} groups"):
             next(collector.iterator())
         assert collector.stats()["groups/refused"] >= tried
         assert collector.stats()["running"] == 0 or staleness is not None
-        assert collector.accept_group is refuse
-        collector.accept_group = lambda episodes: True
+        accepted.append(True)
         assert len(next(collector.iterator())) == 4
 
 
@@ -122,8 +121,7 @@ def test_one_that_raises_refuses_by_its_cause(engine):
         *(Graded, engine, items(6, every=2)),
         episodes_per_batch=6,
         group_size=2,
-        accept_group=accept_group,
-        cycle=False,
+        options=CollectorOptions(accept_group=accept_group, cycle=False),
     ) as collector:
         next(iter(collector))
     assert collector.stats()["rejected/ZeroDivisionError"] >= 4
@@ -144,7 +142,12 @@ def test_a_curriculum_is_told_of_groups_that_were_refused(engine):
 
     data = Told()
     with MultiTurnCollector(
-        Graded, engine, data, episodes_per_batch=4, group_size=2, accept_group=has_spread
+        Graded,
+        engine,
+        data,
+        episodes_per_batch=4,
+        group_size=2,
+        options=CollectorOptions(accept_group=has_spread),
     ) as collector:
         assert sum(len(batch) for batch in collector) == 12
         assert data.reports == dict.fromkeys(range(12), 2)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from tests.collectors.chats import Chat
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.collectors.scheduling.groups import Interrupted
 
 OPTIONS = {"group_size": 2, "episodes_per_batch": 4, "max_consecutive_failures": 1}
@@ -38,8 +38,7 @@ def test_the_items_of_interrupted_groups_are_played_again(engine, incomplete, st
     data = [{"key": k, "breaks": k} for k in range(4)]
     with MultiTurnCollector(
         *(Breaks, engine, data),
-        cycle=False,
-        incomplete_groups=incomplete,
+        options=CollectorOptions(cycle=False, incomplete_groups=incomplete),
         max_staleness=staleness,
         **OPTIONS,
     ) as collector:
@@ -55,7 +54,9 @@ def test_the_items_of_interrupted_groups_are_played_again(engine, incomplete, st
 
 def test_an_item_that_is_always_interrupted_ends_the_run_by_its_name(engine):
     data = [{"key": "poison", "breaks": 1000}]
-    with MultiTurnCollector(Breaks, engine, data, cycle=False, **OPTIONS) as collector:
+    with MultiTurnCollector(
+        Breaks, engine, data, options=CollectorOptions(cycle=False), **OPTIONS
+    ) as collector:
         with pytest.raises(RuntimeError, match=r"interrupted whenever .* is gone.*poison"):
             next(iter(collector))
         stats = collector.stats()

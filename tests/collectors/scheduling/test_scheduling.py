@@ -23,7 +23,7 @@ from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import examples, first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector, context
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 PHASES = [Phase.explicit, Phase.generate]
@@ -87,9 +87,8 @@ def test_groups_short_of_members(engine, policy, sizes, rejected):
         data,
         episodes_per_batch=6 if policy != "keep" else 3,
         group_size=3,
-        incomplete_groups=policy,
+        options=CollectorOptions(incomplete_groups=policy, cycle=False),
         max_consecutive_failures=50,
-        cycle=False,
     ) as collector:
         batch = torch.cat(list(collector)) if policy != "keep" else next(iter(collector))
     stats = collector.stats()
@@ -116,9 +115,8 @@ def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, stalenes
         *(Fails, engine, [{"k": k, "turns": 1} for k in range(60)]),
         episodes_per_batch=2 * group_size,
         group_size=group_size,
-        incomplete_groups="requeue",
+        options=CollectorOptions(incomplete_groups="requeue", cycle=False),
         max_staleness=staleness,
-        cycle=False,
     ) as collector:
         seen = Counter()
         for batch in collector:
@@ -148,9 +146,8 @@ def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
         *(Fails, engine, [{"k": k, "turns": 1} for k in range(3)]),
         episodes_per_batch=2,
         group_size=2,
-        incomplete_groups="requeue",
+        options=CollectorOptions(incomplete_groups="requeue", cycle=False),
         max_consecutive_failures=2,
-        cycle=False,
     ) as collector:
         seen = [item["k"] for batch in collector for item in batch["data"]]
     assert sorted(seen) == [1, 1, 2, 2]
@@ -164,7 +161,7 @@ def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, gr
             *(Chat, engine, [{"fail_at": 1, "error": OSError()}] * 3),
             episodes_per_batch=4,
             group_size=group_size,
-            incomplete_groups="requeue",
+            options=CollectorOptions(incomplete_groups="requeue"),
         ) as collector,
         pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
     ):
@@ -180,7 +177,7 @@ def test_complete_groups_only(engine):
         data,
         episodes_per_batch=4,
         group_size=2,
-        incomplete_groups="keep",
+        options=CollectorOptions(incomplete_groups="keep"),
         yield_groups=True,
         max_consecutive_failures=50,
     ) as collector:
@@ -320,7 +317,7 @@ def test_episodes_go_on_while_the_policy_is_trained(engine):
         *(Chat, engine, data),
         episodes_per_batch=4,
         max_staleness=1,
-        staleness="admission",
+        options=CollectorOptions(staleness="admission"),
         max_concurrency=8,
     ) as collector:
         stream = iter(collector)
@@ -478,7 +475,12 @@ def test_items_of_a_cut_batch_are_played_again(engine):
         return batch
 
     collector = MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=4, cycle=False, postproc=postproc
+        Chat,
+        engine,
+        data,
+        episodes_per_batch=4,
+        options=CollectorOptions(cycle=False),
+        postproc=postproc,
     )
     with pytest.raises(ValueError, match="not now"):
         next(collector.iterator())
@@ -516,12 +518,11 @@ def test_no_episode_is_lost_or_counted_twice(
         data,
         episodes_per_batch=2 * group_size,
         group_size=group_size,
-        incomplete_groups=policy,
+        options=CollectorOptions(incomplete_groups=policy, cycle=False),
         max_staleness=staleness,
         max_retries=retries,
         max_consecutive_failures=10_000,
         limits=Limits(turn_timeout=LIMIT, on_timeout=on_timeout),
-        cycle=False,
     ) as collector:
         items_played = Counter()
         for batch in collector.iterator():
@@ -557,8 +558,7 @@ def test_a_restarted_run_neither_repeats_nor_skips_items(engine, shuffle, stalen
             engine,
             data,
             episodes_per_batch=3,
-            shuffle=shuffle,
-            cycle=False,
+            options=CollectorOptions(shuffle=shuffle, cycle=False),
             max_staleness=staleness,
         )
 
@@ -594,7 +594,7 @@ def test_batches_of_a_few_more_episodes_do_not_use_up_the_next(engine):
         episodes_per_batch=4,
         group_size=2,
         max_staleness=0,
-        incomplete_groups="keep",
+        options=CollectorOptions(incomplete_groups="keep"),
         max_concurrency=1,
     ) as collector:
         batches = collector.iterator()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
@@ -82,13 +82,12 @@ def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_ti
         Hard,
         engine,
         [{"id": k} for k in range(num_items)],
-        cycle=False,
+        options=CollectorOptions(cycle=False, incomplete_groups="requeue"),
         group_size=GROUP,
         episodes_per_batch=num_items // 2,
         max_concurrency=1000,
         max_staleness=3,
         max_consecutive_failures=10**6,
-        incomplete_groups="requeue",
         limits=Limits(tool_timeout=LIMIT / 2, on_timeout=on_timeout),
     )
     delivered, groups, masked = Counter(), {}, 0

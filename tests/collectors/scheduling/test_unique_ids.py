@@ -22,7 +22,7 @@ from torchrl.data import ReplayBuffer
 from tests.collectors.chats import Chat
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.collectors.scheduling import unique_ids as ids
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds, UniqueTrajIds, unique_ids
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -43,7 +43,7 @@ def make(engine):
                 *(Chat, engine, DATA),
                 episodes_per_batch=4,
                 group_size=2,
-                seed=3,
+                options=CollectorOptions(seed=3),
                 sampling={"seed": 3},
                 replay_buffer=buffer,
             )

@@ -10,7 +10,7 @@ import torch
 from tests.collectors.chats import Chat
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.statistics import episode_counts
 from torchrl_mt.engines import Completion, TransformersEngine
@@ -54,7 +54,12 @@ def test_tokens_per_second_are_of_accepted_episodes_since_the_first_began(monkey
 
 def test_a_bar_moves_with_the_episodes(engine, capsys):
     with MultiTurnCollector(
-        Chat, engine, [{"turns": 2}], episodes_per_batch=3, total_episodes=6, progress=True
+        Chat,
+        engine,
+        [{"turns": 2}],
+        episodes_per_batch=3,
+        total_episodes=6,
+        options=CollectorOptions(progress=True),
     ) as collector:
         assert len(collector) == 2
         assert len(list(collector)) == 2

@@ -16,7 +16,7 @@ from tests.envs.remote.faulty_proxy import FAULTS, HARMLESS, FaultyProxy, drawn
 from tests.envs.remote.worker_envs import Counts
 from tests.envs.remote.workers_left import health, processes
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs.remote.open_env import OpenEnvEnv
 from torchrl_mt.envs.remote.server import serve
 from torchrl_mt.envs.remote.workers import create_workers
@@ -72,12 +72,11 @@ def play(env, tokenizer, items, group_size, **kwargs):
         env,
         engine,
         [{"number": number} for number in range(items)],
-        cycle=False,
+        options=CollectorOptions(cycle=False, incomplete_groups="requeue"),
         episodes_per_batch=200,
         group_size=group_size,
         max_retries=2,
         max_consecutive_failures=100_000,
-        incomplete_groups="requeue",
         **kwargs,
     ) as collector:
         for batch in collector:

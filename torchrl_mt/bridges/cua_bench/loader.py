@@ -29,8 +29,13 @@ from torchrl_mt.bridges.cua_bench.env_class import EnvClassWorkflow
 from torchrl_mt.bridges.cua_bench.prompts import AskingEngine
 from torchrl_mt.bridges.cua_bench.slots import LOST_AFTER, LoaderCollector, Slots
 from torchrl_mt.bridges.cua_bench.waiting import Callers, Wait
-from torchrl_mt.checks import check_finite, check_positive_integer, check_unit_interval
-from torchrl_mt.collectors import ChatOptions, Episode, Limits, context
+from torchrl_mt.checks import (
+    check_class,
+    check_finite,
+    check_positive_integer,
+    check_unit_interval,
+)
+from torchrl_mt.collectors import CollectorOptions, Episode, Limits, context
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv
 from torchrl_mt.threads import when_forgotten
@@ -45,7 +50,7 @@ _LOOK = 0.1
 """Seconds between looks for what ends the waiting, such as a run that failed."""
 _AHEAD = 2**40
 """Batches that the collector may be ahead of updates: any number."""
-_OWN = ("episodes_per_batch", "max_concurrency", "replay_buffer", "max_staleness", "staleness")
+_OWN = ("episodes_per_batch", "max_concurrency", "replay_buffer", "max_staleness")
 """Arguments of the collector that the loader sets."""
 
 
@@ -110,10 +115,11 @@ class MultiTurnDataLoader:
         is_multi_modal: cua-bench's switch for images. ``None`` means true if there is a processor;
             false ignores it.
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
-            ``limits=Limits(tool_timeout=60)``, ``max_retries``, ``group_size`` or ``cycle=False``. An
-            item whose environment fails before its first answer is played again, until it has failed in
-            every environment that works; with ``group_size`` above 1, ``incomplete_groups`` decides
-            (``"refill"`` plays the failed episode of a group again).
+            ``limits=Limits(tool_timeout=60)``, ``max_retries``, ``group_size`` or
+            ``options=CollectorOptions(cycle=False)``. An item whose environment fails before its first
+            answer is played again, until it has failed in every environment that works; with
+            ``group_size`` above 1, ``incomplete_groups`` decides (``"refill"`` plays the failed episode
+            of a group again).
 
     Attributes:
         storage: the :class:`~torchrl_mt.data.EpisodeStorage` of the finished episodes.
@@ -209,10 +215,13 @@ class MultiTurnDataLoader:
         self._callers = Callers()
         self._warned: set[str] = set()
         """The kinds of warnings that were given."""
-        if (chat := options.pop("chat", None)) is not None:
-            options["chat"] = replace(chat, max_prompt_tokens=max_prompt_length)
-        elif self._workflow is None:
-            options["max_prompt_tokens"] = max_prompt_length
+        settings = options.pop("options", None) or CollectorOptions()
+        settings = replace(
+            settings,
+            chat=replace(settings.chat, max_prompt_tokens=max_prompt_length),
+            staleness="admission",
+            tokenizer=tokenizer,
+        )
         postproc = options.pop("postproc", None)
         # The collector's threads must not keep a loader alive that was dropped without close().
         counting = weakref.WeakMethod(self._count_delivery)
@@ -227,9 +236,8 @@ class MultiTurnDataLoader:
             max_concurrency=self.num_envs,
             replay_buffer=self.replay,
             max_staleness=_AHEAD,
-            staleness="admission",
-            tokenizer=tokenizer,
             processor=vision,
+            options=settings,
             **options,
         )
 
@@ -628,11 +636,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
     own = [name for name in _OWN if name in options]
     if own:
         raise TypeError(f"MultiTurnDataLoader sets {', '.join(own)} itself: leave it out.")
-    chat, limits = options.get("chat"), options.get("limits") or Limits()
-    if "max_prompt_tokens" in options or getattr(chat, "max_prompt_tokens", None) is not None:
+    settings, limits = (
+        options.get("options") or CollectorOptions(),
+        options.get("limits") or Limits(),
+    )
+    check_class("options", settings, CollectorOptions)
+    if settings.chat.max_prompt_tokens is not None:
         raise ValueError("max_prompt_tokens is max_prompt_length of the loader: leave it out.")
-    if chat is not None and not isinstance(chat, ChatOptions):
-        raise TypeError(f"chat must be of class ChatOptions, got {chat!r}.")
     for name in ("max_response_tokens", "max_episode_tokens"):
         if getattr(limits, name, None) is not None:
             raise ValueError(

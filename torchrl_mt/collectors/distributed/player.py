@@ -52,7 +52,7 @@ def pickle_setup(env: Any, policy_factory: Any, number: int, **options: Any) -> 
             f"policy_factory must be one function, or one for each of num_collectors={number}, got "
             f"{len(factories)}."
         )
-    if (agents := options.get("agents")) is not None and agents.port:
+    if (agents := options["agents"]).port:
         raise ValueError(
             "port must be 0, which takes a free one, since every worker has a server of its own, got "
             f"{agents.port}."

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torchrl_mt.collectors.items.sources import Source, make_source
-from torchrl_mt.collectors.settings import ItemOrder
 
 __all__ = ["Item", "Items"]
 
@@ -86,7 +85,7 @@ class Items(Iterator[Item]):
     def __init__(
         self, data: Any = None, *, shuffle: bool = False, cycle: bool | None = None, seed: int = 0
     ) -> None:
-        self._source: Source = make_source(data, ItemOrder(shuffle, cycle, seed))
+        self._source: Source = make_source(data, shuffle, cycle, seed)
         self._following = 0
         self._open: dict[int, Any] = {}
         """Items that are not done, by ticket; the values are ``None`` if they can be read again."""

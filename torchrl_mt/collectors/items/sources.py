@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchrl_mt.collectors.items.curriculum import Curriculum
 from torchrl_mt.collectors.items.passes import LoaderPasses, Passes, length_of, seed_sequence
-from torchrl_mt.collectors.settings import ItemOrder
 
 __all__ = ["Source", "make_source"]
 
@@ -23,12 +22,11 @@ _EMPTY = "data must hold at least one item, got none."
 _END = object()
 
 
-def make_source(data: Any, order: ItemOrder) -> Source:
+def make_source(data: Any, shuffle: bool, cycle: bool | None, seed: int) -> Source:
     """Make the source of some data, at its beginning.
 
     The arguments and errors are those of :class:`~torchrl_mt.collectors.items.items.Items`.
     """
-    shuffle, cycle, seed = order.shuffle, order.cycle, order.seed
     if data is None:
         if shuffle or cycle is False:
             raise ValueError(

@@ -83,7 +83,7 @@ class EpisodePlayer:
         accept: Callable[[TensorDictBase], Any] | None = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         env_workers: int | None = None,
-        agents: AgentOptions | None = None,
+        agents: AgentOptions,
         processor: Any = None,
     ) -> None:
         vision = None if processor is None else VisionProcessor.of(processor)
@@ -111,7 +111,7 @@ class EpisodePlayer:
         workers = self._workers
         self.end: Callable[[], object] = (lambda: None) if workers is None else workers.close
         self._chat_options = chat
-        self._agent_options = agents or AgentOptions()
+        self._agent_options = agents
         self._agent_player: Any = None
         self._chats: OrderedDict[str, ChatTokens] = OrderedDict()
         if isinstance(env, TextEnv):

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-__all__ = ["FailureStreak", "Requeues"]
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FailurePolicy", "FailureStreak", "IncompleteGroups", "Requeues"]
+
+IncompleteGroups = Literal["drop", "keep", "refill", "requeue"]
+"""What becomes of a group with a member that failed after all retries."""
+
+_LEAST_CONSECUTIVE = 32
+"""Minimum of the default of ``max_consecutive_failures``."""
 
 MOST_REQUEUES, MOST_REQUEUES_ALL_FAILED = 64, 16
 """Requeues of an item: in all, and in a row after groups in which every member failed."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """Retries of rejected episodes, and what becomes of incomplete groups.
+
+    The fields are arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector` and of its options.
+    """
+
+    max_retries: int = 0
+    max_consecutive_failures: int | None = None
+    incomplete_groups: IncompleteGroups = "drop"
+
+    def most_consecutive(self, concurrency: int) -> int:
+        """``max_consecutive_failures``, or its default at this concurrency."""
+        return self.max_consecutive_failures or max(_LEAST_CONSECUTIVE, 2 * concurrency)
 
 
 class FailureStreak:

@@ -13,8 +13,7 @@ from typing import Any
 
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
-from torchrl_mt.collectors.scheduling.failure_limits import FailureStreak
-from torchrl_mt.collectors.settings import FailurePolicy
+from torchrl_mt.collectors.scheduling.failure_limits import FailurePolicy, FailureStreak
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
 
 __all__ = ["Group", "GroupPlayer", "Interrupted"]
