@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from torchrl_mt.objectives import Passes, row_log_probs
 from torchrl_mt.objectives import functional as F
-from torchrl_mt.objectives import row_log_probs
 from torchrl_mt.objectives.functional.kl import KLKind
 
 ROWS, TOKENS, TURN = 512, 4096, 64
@@ -239,7 +239,7 @@ class Counted(NamedTuple):
     """Tokens that went through the model, padding included."""
 
 
-def step(model: nn.Module, batches: list[tuple[Tensor, ...]], **options: Any) -> Counted:
+def step(model: nn.Module, batches: list[tuple[Tensor, ...]], **passes: Any) -> Counted:
     """Score batches of rows forward and backward."""
     counted = 0
 
@@ -250,7 +250,7 @@ def step(model: nn.Module, batches: list[tuple[Tensor, ...]], **options: Any) ->
     def run() -> None:
         for batch in batches:
             tokens, attended, mask = batch
-            log_prob, _ = row_log_probs(model, tokens, attended, mask, **options)
+            log_prob, _ = row_log_probs(model, tokens, attended, mask, passes=Passes(**passes))
             log_prob.sum().backward()
         model.zero_grad()
 

@@ -30,7 +30,7 @@ from tensordict import TensorDictBase
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, micro_batches
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches
 from torchrl_mt.pretrained import Pretrained, load
 from torchrl_mt.transforms import MergeTurns
 
@@ -201,7 +201,7 @@ def backward(model: Any, rows: TensorDictBase, size: int) -> None:
     """Our loss."""
     loss = MultiTurnLoss(model, clip_epsilon=CLIP)
     total = loss.total(rows)
-    for part in micro_batches(rows, micro_batch_size=size):
+    for part in micro_batches(rows, passes=Passes(micro_batch_size=size)):
         loss(part, total=total)["loss_objective"].backward()
 
 

@@ -31,7 +31,7 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, micro_batches, split_rows
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches, split_rows
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
@@ -55,7 +55,7 @@ def train(args: argparse.Namespace) -> None:
         actor,
         advantage="grpo",
         old_log_probs="actor",
-        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        passes=Passes(micro_batch_tokens=MICRO_BATCH_TOKENS),
         process_group=world,  # statistics are those of all ranks' rows
     )
     loss_module = MultiTurnLoss(actor, clip_epsilon=0.2, entropy_coef=0.003)
@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
         rows = maker(scatter(game.play() if game else None, rank, ranks).to(args.device))
         total = loss_module.total(rows, process_group=world)
         for batch in micro_batches(
-            rows, micro_batch_tokens=MICRO_BATCH_TOKENS, process_group=world
+            rows, passes=Passes(micro_batch_tokens=MICRO_BATCH_TOKENS), process_group=world
         ):
             losses = loss_module(batch, total=total)
             # DDP and FSDP average gradients over the ranks: the sum is wanted.

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.settings import grouped
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import (
     ClipSampler,
@@ -310,11 +311,10 @@ def test_functions_of_rows_may_answer_on_any_device():
         "reward": lambda rows: weight,
         "reward_transform": lambda reward, mask: number,
         "advantage": lambda rows: number,
-        "filters": lambda rows: weight,
     }
-    expected = ExperienceMaker(model, **answers)(rows.clone())
-    made = ExperienceMaker(model.cuda(), **answers)(rows.cuda())
-    for key in (("rewards", "shaped"), "advantage", ("weights", "full")):
+    expected = ExperienceMaker(model, **grouped(**answers))(rows.clone())
+    made = ExperienceMaker(model.cuda(), **grouped(**answers))(rows.cuda())
+    for key in (("rewards", "shaped"), "advantage"):
         assert made[key].is_cuda
         torch.testing.assert_close(made[key].cpu(), expected[key])
 

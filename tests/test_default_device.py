@@ -25,8 +25,10 @@ from torchrl_mt.datasets import ClipDataset, ConversationDataset, load_episodes,
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import (
+    Advantage,
     ExperienceMaker,
     MultiTurnLoss,
+    Passes,
     TextReward,
     ValueModel,
     micro_batches,
@@ -129,23 +131,22 @@ def test_makers_and_losses():
         critic = ValueModel.from_model(backbone)
         assert critic.head.weight.device.type == "cpu"
         for packed, batch in rows.items():
-            passes = {"packed": packed, "micro_batch_size": 2}
             maker = ExperienceMaker(
                 actor,
                 ref=ref,
                 critic=critic,
-                advantage="gae",
                 kl_coef=0.1,
                 old_log_probs="actor",
-                with_entropy=True,
-                filters="top_entropy",
-                whiten=True,
-                **passes,
+                passes=Passes(with_entropy=True, packed=packed, micro_batch_size=2),
+                process="top_entropy",
+                advantage=Advantage("gae", whiten=True),
             )
             made = maker(batch)
             on_cpu(made)
-            for part in micro_batches(made, micro_batch_tokens=30):
-                MultiTurnLoss(actor, critic=critic, entropy_coef=0.1, packed=packed)(part)
+            for part in micro_batches(made, passes=Passes(micro_batch_tokens=30)):
+                MultiTurnLoss(actor, critic=critic, entropy_coef=0.1, passes=Passes(packed=packed))(
+                    part
+                )
             split_rows(made, 2)
             for kind in ("turn", "grpo", "batch"):
                 on_cpu(

@@ -31,7 +31,7 @@ from torchrl_mt.engines import (
 )
 from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.engines.weights import check_whole, fitting_weights
-from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
+from torchrl_mt.objectives import Advantage, ExperienceMaker, ExperiencePipeline, MultiTurnLoss
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.ranks import is_dtensor, is_sharded, local, most, reshard
 
@@ -162,8 +162,10 @@ def test_a_group_of_one_changes_nothing(alone):
     rows, model = make_rows, make_model()
     loss = MultiTurnLoss(model, objective="sft", aggregation="prompt_mean")
     assert torch.equal(loss.total(rows(), process_group=alone), loss.total(rows()))
-    one = ExperienceMaker(model, advantage="grpo", whiten=True)(rows())
-    other = ExperienceMaker(model, advantage="grpo", whiten=True, process_group=alone)(rows())
+    one = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True))(rows())
+    other = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True), process_group=alone)(
+        rows()
+    )
     assert torch.equal(one["advantage"], other["advantage"])
 
 
@@ -178,7 +180,5 @@ def test_what_is_no_group_is_refused(group):
 
 def test_what_would_see_one_rank_alone_is_refused(alone):
     model = make_model()
-    with pytest.raises(ValueError, match="process and process_group"):
-        ExperienceMaker(model, process=lambda rows: rows, process_group=alone)
     with pytest.raises(ValueError, match="maker must have no process_group"):
         ExperiencePipeline([], ExperienceMaker(model, process_group=alone))

@@ -6,7 +6,7 @@ from functools import cache
 
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.chat import ChatTokens
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 
@@ -78,19 +78,17 @@ class Records(TextEnv):
         return TextStep(new or [{"role": "user", "content": "more"}], 1.0, self.left == 0)
 
 
-def play(family, messages, **collector):
+def play(family, messages, **chat):
     """An episode of these answers: what the environment saw, rows, the model's calls, stats."""
     tokenizer, seen = tokenizer_of(family), []
     texts = [family.say(message) + stop_of(family, message) for message in messages]
     stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
     answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    played = play_episode(
-        tokenizer, lambda: Records(len(messages), seen), answers, stops, **collector
-    )
+    played = play_episode(tokenizer, lambda: Records(len(messages), seen), answers, stops, **chat)
     return seen, *played
 
 
-def play_episode(tokenizer, env, answers, stops=(), **collector):
+def play_episode(tokenizer, env, answers, stops=(), **chat):
     """An episode in which the model samples these tokens: rows, the model's calls, stats."""
     left = iter(answers)
     engine = ScriptedEngine(tokenizer, lambda prompt: next(left), stops)
@@ -100,7 +98,7 @@ def play_episode(tokenizer, env, answers, stops=(), **collector):
         episodes_per_batch=1,
         total_episodes=1,
         max_consecutive_failures=1,
-        **collector,
+        options=CollectorOptions(chat=ChatOptions(**chat)),
     ) as made:
         (batch,) = made
         return MergeTurns()(batch), engine.calls, made.stats()

@@ -18,7 +18,7 @@ from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.chat import ChatTokens
 from torchrl_mt.chat.prefix_stability import ANSWER
 from torchrl_mt.chat.special_tokens import BREAK
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import ChatOptions, CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -159,7 +159,10 @@ def test_evaluations_are_given_them_too():
     ids = tokenizer("8<|im_end|>", add_special_tokens=False)["input_ids"]
     engine = ScriptedEngine(tokenizer, lambda prompt: ids)
     with MultiTurnCollector(
-        Questions(), engine, episodes_per_batch=1, template_kwargs=KWARGS
+        Questions(),
+        engine,
+        episodes_per_batch=1,
+        options=CollectorOptions(chat=ChatOptions(template_kwargs=KWARGS)),
     ) as collector:
         collector.evaluate([{}])
     assert engine.calls[0][0] == render(tokenizer, dialogue(0), **KWARGS)
@@ -225,7 +228,10 @@ def test_reserved_names_are_refused_at_once(name):
     # Also where environments are not known before they are made.
     with pytest.raises(ValueError, match=message):
         MultiTurnCollector(
-            lambda: Questions(), engine, episodes_per_batch=1, template_kwargs=kwargs
+            lambda: Questions(),
+            engine,
+            episodes_per_batch=1,
+            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
         )
 
 
@@ -257,7 +263,12 @@ def test_what_is_faulty_is_named_when_the_collector_is_made(kwargs, message, env
     kwargs = {name: copy.copy(value) for name, value in kwargs.items()}
     engine = ScriptedEngine(KEEPS.on(byte_level()), lambda prompt: [])
     with pytest.raises(TypeError, match=re.escape(message)):
-        MultiTurnCollector(env, engine, episodes_per_batch=1, template_kwargs=kwargs)
+        MultiTurnCollector(
+            env,
+            engine,
+            episodes_per_batch=1,
+            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
+        )
 
 
 def test_a_template_that_fails_for_them_says_so():

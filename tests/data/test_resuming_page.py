@@ -15,7 +15,7 @@ from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RewardMix, ValueModel
 from torchrl_mt.objectives.functional import RewardNormalizer
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
@@ -59,7 +59,7 @@ def parts(seed, adaptive):
         ref=copy.deepcopy(model),
         critic=ValueModel.from_model(copy.deepcopy(model)),
         advantage="gae",
-        reward_transform=RewardNormalizer(),
+        reward=RewardMix("episode", transform=RewardNormalizer()),
         kl_coef=kl_coef,
     )
     loss = MultiTurnLoss(model, critic=maker.critic)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_mt.objectives import ExperienceMaker
+from tests.settings import grouped
+from torchrl_mt.objectives import Advantage, ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
@@ -32,7 +33,7 @@ class Critic(nn.Module):
 
 def make(model, kind, **options):
     critic = Critic() if kind in CRITIC_KINDS else None
-    return ExperienceMaker(model, critic=critic, advantage=kind, **options)
+    return ExperienceMaker(model, **grouped(critic=critic, advantage=kind, **options))
 
 
 def entries(batch):
@@ -112,7 +113,7 @@ class Learned(nn.Module):
 
 def test_a_module_that_gives_advantages_is_a_part_of_the_maker(model, rows):
     maker = ExperienceMaker(model, advantage=Learned())
-    assert "advantage.weight" in maker.state_dict()
+    assert "advantage_model.weight" in maker.state_dict()
     batch = rows()
     maker(batch)
     mask = batch["masks", "all_assistant_mask"]
@@ -121,7 +122,7 @@ def test_a_module_that_gives_advantages_is_a_part_of_the_maker(model, rows):
 
 def test_discounts_may_change_between_calls(model, rows):
     maker = make(model, "dr_grpo", gamma=0.0)
-    maker.gamma, maker.whiten = 1.0, True
+    maker.gamma, maker.advantage = 1.0, Advantage("dr_grpo", whiten=True)
     expected = make(model, "dr_grpo", gamma=1.0, whiten=True)(rows(n=12))["advantage"]
     torch.testing.assert_close(maker(rows(n=12))["advantage"], expected)
     maker.gamma = 2.0

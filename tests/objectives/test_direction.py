@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from tests.objectives.conftest import make_model
+from tests.settings import grouped
 from tests.tiers import examples
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS
@@ -181,7 +182,7 @@ class World:
         """The expected step of the parameters; ``objective(log_prob, old, advantage, mask)``."""
         if kind in CRITIC_KINDS:
             options["critic"] = self.values(options.get("gamma", 1.0)) if critic is None else critic
-        maker = ExperienceMaker(MODEL, advantage=kind, **options)
+        maker = ExperienceMaker(MODEL, **grouped(advantage=kind, **options))
         advantage = maker(self.rows.clone())["advantage"].squeeze(-1).double()
         log_prob = self.log_prob(self.sees, self.action)
         loss = -advantage * log_prob

@@ -17,7 +17,14 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RemoteReward, ValueModel
+from torchrl_mt.objectives import (
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    RemoteReward,
+    ValueLoss,
+    ValueModel,
+)
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import geometric
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
@@ -124,22 +131,20 @@ def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, pack
         advantage=kind,
         gamma=0.9,
         kl_coef=0.01,
-        filters="clip_filter",
+        process="clip_filter",
         old_log_probs="actor",
-        packed=packed,
-        micro_batch_tokens=64,
+        passes=Passes(packed=packed, micro_batch_tokens=64),
     )
     experience = maker(rows)
     assert experience["advantage"].isfinite().all()
     assert experience["advantage"].any()
     loss = MultiTurnLoss(
         actor,
-        critic=critic,
-        clip_value=0.5,
+        critic=ValueLoss(critic, clip_value=0.5),
         kl_coef=0.1,
         entropy_coef=0.01,
         correction="token_tis",
-        packed=packed,
+        passes=Passes(packed=packed),
     )
     out = train(loss, experience)
     assert 0 < out["ess"] <= 1

@@ -9,7 +9,15 @@ from torchrl.data import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
 from transformers import Qwen2ForSequenceClassification
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
+from tests.settings import grouped
+from torchrl_mt.objectives import (
+    Advantage,
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    RewardMix,
+    row_log_probs,
+)
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.kl import update_kl_coefficient
@@ -85,10 +93,8 @@ def everything(model, other_model, **options):
         critic=Critic(),
         reward=[("episode", 1.0), (judge, 0.5)],
         old_log_probs="actor",
-        with_entropy=True,
-        advantage="gae",
         kl_coef=0.1,
-        **options,
+        **grouped(with_entropy=True, advantage="gae", **options),
     )
 
 
@@ -124,10 +130,6 @@ def test_micro_batches_and_packs_change_nothing(model, other_model, rows, option
     cut = everything(model, other_model, **options)(rows())
     for key in whole.keys(True, True):
         torch.testing.assert_close(cut[key], whole[key], atol=1e-5, rtol=1e-5)
-    again = everything(model, other_model, passes=Passes(**options))(rows())
-    assert (again == cut).all()
-    with pytest.raises(TypeError, match=r"passes and .* cannot both be given"):
-        everything(model, other_model, passes=Passes(), **options)
 
 
 def test_dropout_is_off_and_everything_is_restored(other_model, rows, make_model):
@@ -277,7 +279,7 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
         kl_coef=0.1,
         advantage=advantage,
         old_log_probs="actor",
-        with_entropy=True,
+        passes=Passes(with_entropy=True),
     )
     batch, wide = maker(rows()), maker(spread(rows()))
     mask, wide_mask = (x["masks", "all_assistant_mask"] for x in (batch, wide))
@@ -372,9 +374,8 @@ def test_gae_of_shaped_rewards_is_the_plain_recursion(model, other_model, rows, 
         ref=other_model,
         critic=Critic(),
         reward=SOURCES,
-        advantage="gae",
         gamma=0.9,
-        lmbda=0.8,
+        advantage=Advantage("gae", lmbda=0.8),
         kl_coef=0.3,
         kl_kind=kl_kind,
     )
@@ -409,7 +410,7 @@ def test_an_outcome_reaches_the_earlier_rows_of_its_episode(model, rows, advanta
     batch = rows(n=3)
     batch["rewards", "full"].zero_()
     maker = ExperienceMaker(
-        model, critic=torch.nn.Identity(), reward=scored, advantage=advantage, lmbda=1.0
+        model, critic=torch.nn.Identity(), reward=scored, advantage=Advantage(advantage, lmbda=1.0)
     )
     maker.critic.forward = lambda input_ids, attention_mask: torch.zeros(input_ids.shape)
     out = maker(batch)
@@ -425,8 +426,7 @@ def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, ro
     options = {"ref": other_model, "advantage": "dr_grpo", "kl_coef": 0.1}
     maker = ExperienceMaker(
         model,
-        reward=SOURCES,
-        reward_transform=lambda reward, mask: clip_reward(reward, -1, 1)[0],
+        reward=RewardMix(SOURCES, transform=lambda reward, mask: clip_reward(reward, -1, 1)[0]),
         **options,
     )
     out = maker(batch)
@@ -442,7 +442,9 @@ def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, ro
 
 def test_rewards_are_normalised_by_all_batches_so_far(model, rows):
     normalizer = RewardNormalizer(center=True, clip=1.5)
-    maker = ExperienceMaker(model, advantage="dr_grpo", reward_transform=normalizer)
+    maker = ExperienceMaker(
+        model, advantage="dr_grpo", reward=RewardMix("episode", transform=normalizer)
+    )
     batches = [rows(seed, suffix_padding=False) for seed in range(3)]
     # Equal rewards first: nothing to divide by.
     batches[0]["rewards", "full"] = torch.where(batches[0]["masks", "all_assistant_mask"], 0.1, 0.0)
@@ -481,12 +483,14 @@ def test_running_statistics_do_not_count_a_batch_that_could_not_be_scored(model,
         return reward
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        ExperienceMaker(model, critic=Broken(), reward_transform=transform)(rows())
+        ExperienceMaker(model, critic=Broken(), reward=RewardMix("episode", transform=transform))(
+            rows()
+        )
     assert not seen
 
 
 def test_whitened_advantages_have_mean_0_and_standard_deviation_1(model, rows):
-    maker = ExperienceMaker(model, critic=Critic(), advantage="gae", whiten=True)
+    maker = ExperienceMaker(model, critic=Critic(), advantage=Advantage("gae", whiten=True))
     batch = maker(rows())
     advantage = batch["advantage"].squeeze(-1)[batch["masks", "all_assistant_mask"]]
     assert float(advantage.mean()) == pytest.approx(0, abs=1e-5)
@@ -594,7 +598,7 @@ def test_bad_arguments_are_refused_by_name(model, rows):
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            ExperienceMaker(model, **options)
+            ExperienceMaker(model, **grouped(**options))
     with pytest.raises(TypeError, match="actor must be a causal language model"):
         ExperienceMaker(None)
 
@@ -763,7 +767,7 @@ def test_an_advantage_that_is_no_number_is_named(model, rows, bad, whiten):
         out[2, t] = bad
         return out
 
-    maker = ExperienceMaker(model, advantage=advantage, whiten=whiten)
+    maker = ExperienceMaker(model, advantage=Advantage(advantage, whiten=whiten))
     refused(maker, batch, rf"'advantage' must be finite .*row 2, token {t}")
 
 
@@ -793,10 +797,12 @@ def test_what_rejected_rows_hold_stops_no_batch(model, other_model, rows):
         maker = ExperienceMaker(
             model,
             ref=other_model,
-            reward={"maths": [("episode", 1.0), (source, 0.5)], "chat": [("episode", 1.0)]},
-            reward_transform=transform,
+            reward=RewardMix(
+                {"maths": [("episode", 1.0), (source, 0.5)], "chat": [("episode", 1.0)]},
+                transform=transform,
+            ),
             kl_coef=AdaptiveKLController(init_kl_coef=0.1, target=0.3, horizon=10),
-            filters="dynamic_sampling",
+            process="dynamic_sampling",
         )
         return maker(batch), maker
 
@@ -848,8 +854,8 @@ def test_labels_are_not_read_where_there_is_one_recipe(model, rows, label, rewar
     ("spoil", "message"),
     [
         (
-            lambda rows: rows.set("weights", torch.ones(6)),
-            r"the entry \('weights', 'full'\): 'weights' is a Tensor there",
+            lambda rows: rows.set("advantage", rows.select("tokens")),
+            "the entry 'advantage': 'advantage' is a TensorDict there",
         ),
         (
             lambda rows: rows.set(("returns", "mine"), torch.ones(6)),
@@ -862,7 +868,7 @@ def test_rows_that_cannot_be_written_are_refused_before_the_models_run(model, ro
     def never(*args, **kwargs):
         raise AssertionError("the model ran")
 
-    maker = ExperienceMaker(model, old_log_probs="actor", filters="dynamic_sampling")
+    maker = ExperienceMaker(model, old_log_probs="actor")
     model.register_forward_pre_hook(never, with_kwargs=True)
     refused(maker, spoil(rows()), message)
 
@@ -884,19 +890,21 @@ def test_keys_that_would_overwrite_each_other_are_refused(model, rows):
 
 
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("where", ["advantage", "filters"])
+@pytest.mark.parametrize("where", ["advantage", "process"])
 def test_running_statistics_do_not_count_a_batch_that_failed_late(model, rows, where, bound):
     def fails(rows):
         raise RuntimeError("late")
 
     normalizer = RewardNormalizer()
     transform = normalizer.forward if bound else normalizer
-    ExperienceMaker(model, reward_transform=transform)(rows(1))
+    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows(1))
     before = copy.deepcopy(normalizer.state_dict())
     with pytest.raises(RuntimeError, match="late"):
-        ExperienceMaker(model, reward_transform=transform, **{where: fails})(rows())
+        ExperienceMaker(model, reward=RewardMix("episode", transform=transform), **{where: fails})(
+            rows()
+        )
     assert normalizer.state_dict() == before
-    ExperienceMaker(model, reward_transform=transform)(rows())
+    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows())
     assert normalizer.count > before["count"]
 
 
@@ -929,7 +937,9 @@ def test_tokens_that_are_never_trained_enter_no_statistic(model, rows, spread, a
     batch = rows()
     batch["masks", "all_assistant_mask"][:, 0] = True
     batch = spread(batch)
-    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, whiten=advantage != "opo")
+    maker = ExperienceMaker(
+        model, critic=Critic(), advantage=Advantage(advantage, whiten=advantage != "opo")
+    )
     out = maker(batch)
     masks = batch["masks"]
     trained = scored_tokens(masks["all_attention_mask"], masks["all_assistant_mask"])
@@ -956,10 +966,10 @@ def test_an_episode_alone_in_its_group_gets_the_lone_value(model, rows):
     assert 0 < len(batch["episode"][~lone].unique()) < len(batch["episode"].unique())
     batch["group"] = torch.where(lone, batch["episode"], 3)
     mask = batch["masks", "all_assistant_mask"] & lone[:, None]
-    out = ExperienceMaker(model, advantage="grpo", lone_value=-0.5)(batch)
+    out = ExperienceMaker(model, advantage=Advantage("grpo", lone_value=-0.5))(batch)
     assert torch.equal(out["advantage"][lone].squeeze(-1), torch.where(mask[lone], -0.5, 0.0))
     with pytest.raises(ValueError, match="lone_value must be finite"):
-        ExperienceMaker(model, lone_value=float("nan"))
+        ExperienceMaker(model, advantage=Advantage(lone_value=float("nan")))
 
 
 def test_what_callables_do_in_place_stays_theirs(model, rows):
@@ -977,10 +987,6 @@ def test_what_callables_do_in_place_stays_theirs(model, rows):
         spoil(rows)
         return out
 
-    def one(rows):
-        spoil(rows)
-        return torch.ones(len(rows))
-
     def transform(reward, mask):
         out = reward.clone()
         reward.fill_(9.0)
@@ -993,7 +999,9 @@ def test_what_callables_do_in_place_stays_theirs(model, rows):
     batch = rows()
     reward = [("episode", 1.0), (source, 1.0)]
     out = ExperienceMaker(
-        model, reward=reward, reward_transform=transform, advantage=advantage, filters=[one, one]
+        model,
+        reward=RewardMix(reward, transform=transform),
+        advantage=advantage,
     )(batch)
     reward[1] = (lambda rows: torch.ones(len(rows)), 1.0)
     expected = ExperienceMaker(model, reward=reward, advantage=polite)(rows())
@@ -1003,7 +1011,7 @@ def test_what_callables_do_in_place_stays_theirs(model, rows):
 
 def test_running_statistics_keep_their_precision(make_model, rows):
     normalizer = RewardNormalizer()
-    maker = ExperienceMaker(make_model(), reward_transform=normalizer)
+    maker = ExperienceMaker(make_model(), reward=RewardMix("episode", transform=normalizer))
     before = {name: buffer.dtype for name, buffer in normalizer.named_buffers()}
     normalizer.update(torch.arange(1000.0))
     for cast in (maker.bfloat16, maker.half, maker.float, maker.double):
@@ -1025,7 +1033,9 @@ def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
     batch["turns", "full"][1, 6:] = -1
     last = int(mask[2].nonzero()[-1])
     first = int(mask[2].nonzero()[0])
-    maker = ExperienceMaker(model, reward="episode", reward_transform=lambda reward, mask: reward)
+    maker = ExperienceMaker(
+        model, reward=RewardMix("episode", transform=lambda reward, mask: reward)
+    )
     for turn, t, expected in ((2, 3, last), (2, 9, last), (7, 0, None), (0, 0, last)):
         given = batch.clone()
         given["turns", "full"][1, :6] = turn
@@ -1046,7 +1056,7 @@ def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
 def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
     batch = rejecting(rows(n=9), 2)
     batch["masks", "all_assistant_mask"][:, 0] = True
-    maker = ExperienceMaker(model, with_entropy=True)
+    maker = ExperienceMaker(model, passes=Passes(with_entropy=True))
     out = maker(batch)
     mask, valid = batch["masks", "all_assistant_mask"], batch["valid"].tolist()
     per_row = [int(mask[n].sum()) for n in range(9) if valid[n]]
@@ -1183,13 +1193,14 @@ def test_functions_may_answer_with_lists(model, rows):
         "reward": lambda rows: weight,
         "reward_transform": lambda reward, mask: number,
         "advantage": lambda rows: number,
-        "filters": lambda rows: weight,
     }
 
     def listed(answer):
         return lambda *args: answer(*args).tolist()
 
-    as_tensors = ExperienceMaker(model, **answers)(batch.clone())
-    as_lists = ExperienceMaker(model, **{k: listed(v) for k, v in answers.items()})(batch.clone())
-    for key in (("rewards", "shaped"), "advantage", ("weights", "full")):
+    as_tensors = ExperienceMaker(model, **grouped(**answers))(batch.clone())
+    as_lists = ExperienceMaker(model, **grouped(**{k: listed(v) for k, v in answers.items()}))(
+        batch.clone()
+    )
+    for key in (("rewards", "shaped"), "advantage"):
         assert torch.equal(as_tensors[key], as_lists[key])

@@ -21,7 +21,7 @@ from tests.scoring.vision_rows import (
 )
 from tests.tiers import some_fast
 from torchrl_mt.bridges.lightrft import Experience
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, TextReward, ValueModel
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, TextReward, ValueModel
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.scoring import row_values
 from torchrl_mt.transforms import VisionInputs
@@ -70,7 +70,9 @@ def test_the_cut_into_micro_batches_changes_no_gradient(family):
     expected = minimise(loss, [rows], loss.total(rows))
     assert any(".visual." in name or ".vision_tower." in name for name in expected)
     order = torch.tensor([3, 0, 2, 1])
-    packed = MultiTurnLoss(model, critic=loss.critic_network, entropy_coef=0.1, packed=True)
+    packed = MultiTurnLoss(
+        model, critic=loss.critic_network, entropy_coef=0.1, passes=Passes(packed=True)
+    )
     for way, size in ((loss, 1), (packed, 2)):
         got = minimise(way, rows[order].split(size), loss.total(rows))
         assert got.keys() == expected.keys()
@@ -137,8 +139,8 @@ def test_makers_score_images_with_all_models(family):
         for p in ref.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     maker = ExperienceMaker(
-        model, ref=ref, critic=critic, old_log_probs="actor", with_entropy=True, advantage="gae",
-        packed=True, kl_coef=0.1,
+        model, ref=ref, critic=critic, old_log_probs="actor",
+        passes=Passes(with_entropy=True, packed=True), advantage="gae", kl_coef=0.1,
     )  # fmt: skip
     # What the maker reads is enough.
     out = maker(rows.select(*maker.in_keys, *maker.optional_in_keys, strict=False))
@@ -189,7 +191,7 @@ def test_reward_models_see_the_images(family):
         states = [model.model(**row.inputs).last_hidden_state for row in alone]
     expected = torch.stack([state[0, -1].sum() for state in states])
     for size in (None, 1, 3):
-        got = ModelReward(judge, micro_batch_size=size)(rows)
+        got = ModelReward(judge, passes=Passes(micro_batch_size=size))(rows)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
     with pytest.raises(TypeError, match="images: Qwen2ForCausalLM takes none"):
         ModelReward(make_model(vocab_size=30))(rows)
@@ -338,7 +340,9 @@ def test_rows_learn_from_the_inputs_that_vision_inputs_makes(family):
     made = VisionInputs(processor)(made)
     # Other rows' table, joined, shuffled and cut again.
     made = torch.cat([made[2:], made[:2].clone()])[torch.tensor([3, 1, 0])]
-    maker = ExperienceMaker(model, old_log_probs="actor", packed=True, micro_batch_size=1)
+    maker = ExperienceMaker(
+        model, old_log_probs="actor", passes=Passes(packed=True, micro_batch_size=1)
+    )
     out = maker(made.select(*maker.in_keys, *maker.optional_in_keys, strict=False))
     with torch.no_grad():
         expected = by_transformers(model, rows, alone)[0][torch.tensor([1, 3, 2])]

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.objectives.llm.grpo import CISPOLoss
 
-from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.objectives import ExperienceMaker, Passes
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.filters import FILTERS
 from torchrl_mt.objectives.functional import cispo, ppo
@@ -42,11 +42,10 @@ def test_every_metric_is_on_the_page(model, other_model, rows):
     maker = ExperienceMaker(
         model,
         ref=other_model,
-        with_entropy=True,
+        passes=Passes(with_entropy=True),
         reward={"maths": [("episode", 1.0)]},
         advantage="grpo",
-        filters="top_entropy",
-        process=lambda rows: rows,
+        process=["top_entropy", lambda rows: rows],
     )
     batch = rows()
     batch["label"] = ["maths"] * len(batch)
@@ -86,7 +85,7 @@ def test_the_slopes_of_cispo_beside_torchrls():
 
 def test_the_overlong_example_counts_whole_episodes():
     start = PAGE.index("   def overlong(rows):")
-    example = textwrap.dedent(PAGE[start : PAGE.index("   maker = ", start)])
+    example = textwrap.dedent(PAGE[start : PAGE.index("   recipes = ", start)])
     names = {"torch": torch, "overlong_penalty": lambda lengths, **_: lengths}
     exec(example, names)
     mask = torch.tensor([[True, True], [True, False], [True, True]])

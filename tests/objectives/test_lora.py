@@ -11,7 +11,8 @@ from torchrl.modules.llm import TransformersWrapper
 
 from tests.adapters import lora, stirred
 from tests.scoring.vision_rows import rows_with_images, vl_model
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
+from tests.settings import grouped
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, ValueModel, row_log_probs
 
 exact = {"atol": 0.0, "rtol": 0.0}
 close = {"atol": 1e-5, "rtol": 1e-5}
@@ -22,7 +23,9 @@ def keys_of(rows):
 
 
 def scores(model, rows, **keywords):
-    return row_log_probs(model, *(rows[key] for key in keys_of(rows)), **keywords)[0].detach()
+    return row_log_probs(model, *(rows[key] for key in keys_of(rows)), **grouped(**keywords))[
+        0
+    ].detach()
 
 
 def state_of(model):
@@ -55,7 +58,7 @@ def test_the_reference_is_the_base_model(make_model, rows, options, packed):
     actor = lora(copy.deepcopy(base), **options).train()
     some = next(p for p in actor.parameters() if p.requires_grad).requires_grad_(False)
     before = state_of(actor)
-    maker = ExperienceMaker(actor, ref="base", old_log_probs="actor", packed=packed)
+    maker = ExperienceMaker(actor, ref="base", old_log_probs="actor", passes=Passes(packed=packed))
     out = maker(given)
     assert_unchanged(actor, before)
     assert not some.requires_grad

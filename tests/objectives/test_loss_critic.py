@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueLoss
 from torchrl_mt.objectives.functional import aggregate, value_loss
 from torchrl_mt.scoring.values import row_values
 
@@ -42,7 +42,7 @@ def inputs(batch):
 def test_it_is_the_value_loss(model, batch, clip_value, aggregation):
     critic = Critic()
     loss = MultiTurnLoss(
-        model, aggregation=aggregation, critic=critic, critic_coef=0.5, clip_value=clip_value
+        model, aggregation=aggregation, critic=ValueLoss(critic, coef=0.5, clip_value=clip_value)
     )
     out = loss(batch)
     assert set(out.keys()) == set(loss.out_keys)
@@ -67,7 +67,7 @@ def test_it_is_the_value_loss(model, batch, clip_value, aggregation):
 
 def test_shards_accumulate_to_the_full_batch(model, batch):
     critic = Critic()
-    loss = MultiTurnLoss(model, aggregation="prompt_mean", critic=critic, clip_value=0.3)
+    loss = MultiTurnLoss(model, aggregation="prompt_mean", critic=ValueLoss(critic, clip_value=0.3))
     weight, total = critic.embedding.weight, loss.total(batch)
     (expected,) = torch.autograd.grad(loss(batch)["loss_critic"], weight)
     shards = sum(loss(shard, total=total)["loss_critic"] for shard in batch.split(2))
@@ -99,4 +99,4 @@ def test_missing_entries_name_who_writes_them(model, batch):
         ("values", "'values'; ExperienceMaker writes it when it has a critic"),
     ]:
         with pytest.raises(KeyError, match=message):
-            MultiTurnLoss(model, critic=Critic(), clip_value=0.2)(batch.exclude(key))
+            MultiTurnLoss(model, critic=ValueLoss(Critic(), clip_value=0.2))(batch.exclude(key))

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torchrl.data import AdaptiveKLController
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel, row_log_probs
+from tests.settings import grouped
+from torchrl_mt.objectives import (
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    ValueLoss,
+    ValueModel,
+    row_log_probs,
+)
 from torchrl_mt.objectives.functional import merge_totals
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
@@ -56,7 +64,7 @@ FULL = {"objective": "decoupled_ppo", "kl_coef": 0.1, "clip_value": 0.2}
     ],
 )
 def test_entries_that_carry_a_graph_are_refused_by_key(model, batch, key):
-    loss = MultiTurnLoss(model, critic=Critic(), **FULL)
+    loss = MultiTurnLoss(model, **grouped(critic=Critic(), **FULL))
     loss(batch)
     batch[key] = batch[key].clone().requires_grad_() * 1
     with pytest.raises(ValueError) as error:
@@ -81,7 +89,7 @@ def test_what_the_critic_learns_from_must_be_finite(model, batch, key, value):
     row, token = batch["masks", "all_assistant_mask"].nonzero()[3].tolist()
     batch[key][row, token] = value
     with pytest.raises(ValueError, match=f"'{key}' must be finite.*row {row} at token {token}"):
-        MultiTurnLoss(model, critic=Critic(), clip_value=0.2)(batch)
+        MultiTurnLoss(model, critic=ValueLoss(Critic(), clip_value=0.2))(batch)
 
 
 def test_selecting_what_the_loss_reads_changes_nothing(model, batch):
@@ -193,9 +201,9 @@ def test_a_shard_of_tokens_that_are_certain_is_not_warned_of(model, batch, caplo
 def test_arguments_that_mean_nothing_are_refused(model, batch):
     for value in (torch.inf, torch.nan):
         with pytest.raises(ValueError, match="temperature must be finite"):
-            MultiTurnLoss(model, temperature=value)
+            MultiTurnLoss(model, passes=Passes(temperature=value))
     with pytest.raises(TypeError, match="temperature must be a number, got '1'"):
-        MultiTurnLoss(model, temperature="1")
+        MultiTurnLoss(model, passes=Passes(temperature="1"))
     with pytest.raises(TypeError, match=r"critic must be a torch\.nn\.Module, got function"):
         MultiTurnLoss(model, critic=lambda **_: 0)
     for total in ("12", True, [12]):
@@ -223,7 +231,7 @@ def test_diagnostics_of_shards_average_by_their_trained_tokens(model, batch):
 def test_an_empty_shard_reaches_every_parameter(model, other_model, batch, packed, objective):
     critic = ValueModel.from_model(other_model)
     options = {"objective": objective, "aggregation": "prompt_mean", "packed": packed}
-    loss = MultiTurnLoss(model, critic=critic, kl_coef=0.1, entropy_coef=0.1, **options)
+    loss = MultiTurnLoss(model, **grouped(critic=critic, kl_coef=0.1, entropy_coef=0.1, **options))
     rows = batch[torch.zeros(len(batch), dtype=torch.bool)]
     total = merge_totals(loss.total(rows), loss.total(batch))
     out = loss(rows, total=total)
@@ -249,7 +257,9 @@ def test_a_norm_divides_every_term(model, batch):
     options = {"kl_coef": 0.1, "entropy_coef": 0.1, "critic": Critic()}
     options["aggregation"] = "seq_mean_token_sum"
     plain = MultiTurnLoss(model, **options)(batch)
-    divided = MultiTurnLoss(model, aggregation_norm=8, **options)(batch)
+    loss = MultiTurnLoss(model, **options)
+    loss.aggregation_norm = 8
+    divided = loss(batch)
     terms = [key for key in plain.keys() if key.startswith("loss_")]  # noqa: SIM118
     assert len(terms) == 4
     for key in terms:
@@ -276,7 +286,7 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_critic_is_run_as_the_actor_is(model, batch, packed, dtype):
     critic = Watched()
-    loss = MultiTurnLoss(model, critic=critic, packed=packed, dtype=dtype)
+    loss = MultiTurnLoss(model, critic=critic, passes=Passes(packed=packed, dtype=dtype))
     loss(batch)
     assert critic.calls[-1] == (packed, dtype or torch.float32)
 

@@ -34,6 +34,11 @@ def shown_and_weighted(rows):
     return rows
 
 
+def halved(rows):
+    rows["weights", "full"] = rows["weights", "full"] * 0.5
+    return rows
+
+
 def reject_odd(rows):
     rows["valid"] = rows["episode"] % 2 == 0
     return rows
@@ -88,8 +93,7 @@ def test_any_episodes_may_be_dropped_in_any_order(kept, seed):
 def test_rows_may_be_weighted_and_rejected(model, rows):
     maker = ExperienceMaker(
         model,
-        process=[shown_and_weighted, reject_odd],
-        filters=lambda r: torch.full((len(r),), 0.5),
+        process=[shown_and_weighted, reject_odd, halved],
     )
     out = maker(rows())
     odd = out["episode"] % 2 == 1
@@ -185,8 +189,8 @@ def test_mistakes_are_named_and_change_nothing(model, rows, message):
         maker(given)
     assert "process/<lambda>" in str(raised.value)
     assert_rows_equal(given, before)
-    with pytest.raises(TypeError, match="process must be a function"):
-        ExperienceMaker(model, process=["doubled"])
+    with pytest.raises(ValueError, match=r"process must be one of .* got 'rejected'"):
+        ExperienceMaker(model, process=["rejected"])
 
 
 def summed(loss_module, parts, total):

@@ -18,9 +18,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
 
 from tests.objectives.conftest import make_model, make_rows
 from tests.rank_processes import needs_gloo, play, take_part
+from tests.settings import grouped
 from torchrl_mt.objectives import (
     ExperienceMaker,
     MultiTurnLoss,
+    Passes,
     RewardError,
     ValueModel,
     micro_batches,
@@ -102,7 +104,7 @@ def gradient_errors(rank):
 
         def gradient(name, run, options=options):
             actor, critic = models[name]
-            loss = MultiTurnLoss(actor, critic=critic, **options)
+            loss = MultiTurnLoss(actor, **grouped(critic=critic, **options))
             loss.zero_grad()
             run(loss)
             return gradients(actor, critic)
@@ -115,7 +117,7 @@ def gradient_errors(rank):
             def run(loss, mine=mine, packed=packed):
                 total = loss.total(mine, process_group=world)
                 for part in micro_batches(
-                    mine, micro_batch_tokens=30, packed=packed, process_group=world
+                    mine, passes=Passes(micro_batch_tokens=30, packed=packed), process_group=world
                 ):
                     (2 * objective_of(loss(part, total=total))).backward()
 
@@ -132,9 +134,20 @@ def less_mean(rows):
     return rows["returns"] - rows["returns"].sum() / mask.sum()
 
 
+def above_the_mean(rows):
+    """Reject what is below the mean of all ranks, weight the rest by the score, double rewards."""
+    score = rows["rewards", "episode"]
+    rows["valid"] = score >= score.mean()
+    rows["weights", "full"] = score.abs()
+    rows["rewards", "shaped"] *= 2
+    rows["rank"] = score.argsort()
+    return rows
+
+
 MAKERS = {
     **{kind: {"advantage": kind, "whiten": kind in ("grpo", "gae")} for kind in ADVANTAGES},
-    "filters": {"advantage": "grpo", "filters": ["clip_filter", "top_entropy"]},
+    "filters": {"advantage": "grpo", "process": ["clip_filter", "top_entropy"]},
+    "processed": {"advantage": "batch", "process": [above_the_mean, "top_entropy"]},
     "normalised": {
         "advantage": "batch",
         "reward": [("episode", 0.5), (last_token_reward, 1.0)],
@@ -166,7 +179,7 @@ def experience_errors(rank):
         mine = parts_of(rows, split)[rank]
         models = parallel if name == "under DDP" else divided
         own = maker(models, process_group=distributed.group.WORLD)
-        own(mine)
+        mine = own(mine)
         expected = expected[:5] if split == "uneven" and rank == 0 else expected
         expected = expected[5:] if split == "uneven" and rank == 1 else expected
         expected = expected[:0] if split != "uneven" and rank == 1 else expected
@@ -202,7 +215,7 @@ def make(name, options, packed, models, process_group=None):
     }
     if options["ref"] is None:
         options |= {"kl_coef": 0.0, "with_entropy": False}
-    return ExperienceMaker(process_group=process_group, **options)
+    return ExperienceMaker(process_group=process_group, **grouped(**options))
 
 
 def whole(model):

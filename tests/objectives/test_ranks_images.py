@@ -16,7 +16,8 @@ from tests.objectives.test_images import completed, value_model
 from tests.objectives.test_ranks import distance, gradients, objective_of
 from tests.rank_processes import needs_gloo, play, take_part
 from tests.scoring.vision_rows import FAMILIES, entries, vl_model
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
+from tests.settings import grouped
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
 from torchrl_mt.ranks import reshard
 from torchrl_mt.scoring.row_vision import vision_towers
 from torchrl_mt.vision import RowImages
@@ -47,7 +48,9 @@ def errors(rank):
             divided = [wrap(copy.deepcopy(m)) for m in (model, critic)]
 
             def gradient(models, rows, factor, group, packed=packed):
-                loss = MultiTurnLoss(models[0], critic=models[1], entropy_coef=0.1, packed=packed)
+                loss = MultiTurnLoss(
+                    models[0], critic=models[1], entropy_coef=0.1, passes=Passes(packed=packed)
+                )
                 loss.zero_grad()
                 total = loss.total(rows, process_group=group)
                 (factor * objective_of(loss(rows, total=total))).backward()
@@ -59,9 +62,11 @@ def errors(rank):
         for packed in (False, True):
             with torch.no_grad():
                 options = {"packed": packed, "micro_batch_size": 1}
-                one = row_log_probs(model, *entries(mine), images=RowImages.of(mine), **options)[0]
+                one = row_log_probs(
+                    model, *entries(mine), images=RowImages.of(mine), **grouped(**options)
+                )[0]
                 many = row_log_probs(
-                    divided[0], *entries(mine), images=RowImages.of(mine), **options
+                    divided[0], *entries(mine), images=RowImages.of(mine), **grouped(**options)
                 )[0]
                 reshard(divided[0])
             found[family, "scores", packed] = distance(many, one)
@@ -74,7 +79,7 @@ def errors(rank):
 def experience_error(rank, rows, models, divided, packed):
     """The distance of the ranks' advantages from one process's."""
     options = {"old_log_probs": "actor", "advantage": "gae", "whiten": True, "packed": packed}
-    make = partial(ExperienceMaker, micro_batch_size=1, **options)
+    make = partial(ExperienceMaker, **grouped(micro_batch_size=1, **options))
     expected = make(models[0], critic=models[1])(rows.copy())["advantage"]
     own = make(divided[0], critic=divided[1], process_group=distributed.group.WORLD)
     mine, expected = (rows[:2], expected[:2]) if rank == 0 else (rows[2:], expected[2:])

@@ -15,7 +15,8 @@ from tests.adapters import lora
 from tests.objectives.conftest import make_model, make_rows
 from tests.objectives.test_ranks import distance, gradients, objective_of, parts_of
 from tests.rank_processes import needs_gloo, play, take_part
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, micro_batches
+from tests.settings import grouped
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches
 from torchrl_mt.scoring import output_head
 
 pytest.importorskip("peft")
@@ -52,14 +53,14 @@ def errors(rank):
         options = {"ref": "base", "advantage": "batch", "kl_coef": 0.1, "micro_batch_size": 2}
         worst = []
         for _ in range(2):
-            rows = ExperienceMaker(plain, **options)(make_rows(n=9, s=14))
+            rows = ExperienceMaker(plain, **grouped(**options))(make_rows(n=9, s=14))
             objective_of(MultiTurnLoss(plain, kl_coef=0.1)(rows)).backward()
             mine = parts_of(make_rows(n=9, s=14), "uneven")[rank]
             output_head.whole_logits = counted
-            mine = ExperienceMaker(many, process_group=world, **options)(mine)
+            mine = ExperienceMaker(many, process_group=world, **grouped(**options))(mine)
             loss = MultiTurnLoss(many, kl_coef=0.1)
             total = loss.total(mine, process_group=world)
-            for part in micro_batches(mine, micro_batch_size=2, process_group=world):
+            for part in micro_batches(mine, passes=Passes(micro_batch_size=2), process_group=world):
                 (2 * objective_of(loss(part, total=total))).backward()
             output_head.whole_logits = whole_logits
             rows = rows[:5] if rank == 0 else rows[5:]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from tests.objectives.conftest import make_model, make_rows
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 
 READ = ("tokens", "masks", "group")
 """All that a supervised row needs, and what the other aggregations read."""
@@ -49,7 +49,9 @@ def gradients(model, loss):
 @given(seed=st.integers(0, 999), suffix=st.booleans(), packed=st.booleans())
 def test_value_and_gradient_are_the_references(seed, suffix, packed):
     rows = supervised(seed, n=3, s=8, suffix_padding=suffix or packed)
-    loss = MultiTurnLoss(MODEL, objective="sft", packed=packed)(rows)["loss_objective"]
+    loss = MultiTurnLoss(MODEL, objective="sft", passes=Passes(packed=packed))(rows)[
+        "loss_objective"
+    ]
     expected = reference(MODEL, rows)
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     got = gradients(MODEL, loss)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from tests.scoring.vision_rows import rows_with_images
-from torchrl_mt.objectives import micro_batches, split_rows
+from torchrl_mt.objectives import Passes, micro_batches, split_rows
 from torchrl_mt.objectives.rows.reading import read_episode
 from torchrl_mt.vision import RowImages
 
@@ -65,7 +65,8 @@ def test_parts_are_balanced_and_keep_what_they_must(lengths, num_parts, keep):
 )
 def test_micro_batches_stay_within_their_limits(lengths, size, most, packed):
     parts = micro_batches(
-        rows_of(lengths), micro_batch_size=size, micro_batch_tokens=most, packed=packed
+        rows_of(lengths),
+        passes=Passes(micro_batch_size=size, micro_batch_tokens=most, packed=packed),
     )
     assert parts
     assert sorted(chain(*numbers(parts))) == list(range(len(lengths)))
@@ -80,7 +81,7 @@ def test_micro_batches_stay_within_their_limits(lengths, size, most, packed):
 
 def test_images_follow_their_rows():
     rows, alone = rows_with_images("qwen2_vl", (1, 0, 3, 2))
-    for parts in (split_rows(rows, 3), micro_batches(rows, micro_batch_size=2)):
+    for parts in (split_rows(rows, 3), micro_batches(rows, passes=Passes(micro_batch_size=2))):
         assert sum(map(len, parts)) == len(rows)
         for part in filter(len, parts):
             for i, row in enumerate(part["episode"].tolist()):

@@ -11,7 +11,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.objectives.llm.grpo import CISPOLoss
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, row_log_probs
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,7 +67,11 @@ def test_log_probs_agree_where_it_matters(model, tokenizer, rows):
     mask = masks["all_assistant_mask"]
     dist = wrapper._get_rlhf_dist(batch.clone())
     log_prob, entropy = row_log_probs(
-        model, batch["tokens", "full"], masks["all_attention_mask"], mask, with_entropy=True
+        model,
+        batch["tokens", "full"],
+        masks["all_attention_mask"],
+        mask,
+        passes=Passes(with_entropy=True),
     )
     torch.testing.assert_close(dist.log_prob(batch["tokens", "full"])[mask], log_prob[mask])
     torch.testing.assert_close(dist.entropy()[mask], entropy[mask], atol=1e-5, rtol=1e-5)

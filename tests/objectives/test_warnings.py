@@ -12,7 +12,7 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RewardMix
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
 from torchrl_mt.objectives.filters import dynamic_sampling
 from torchrl_mt.testing import tiny_chat_model
@@ -120,7 +120,7 @@ def test_filters_that_compare_groups_show_the_share_by_what_they_compare(model, 
     batch = rows()
     batch["group"] = (batch["episode"] > 2).long()
     batch["rewards", "full"][batch["episode"] > 2] = 0.0
-    maker = ExperienceMaker(model, filters=dynamic_sampling)
+    maker = ExperienceMaker(model, process=dynamic_sampling)
     maker(batch)
     assert maker.metrics["groups/without_spread"] == 0.5
 
@@ -128,7 +128,7 @@ def test_filters_that_compare_groups_show_the_share_by_what_they_compare(model, 
 # Advantages that are all zero
 
 
-@pytest.mark.parametrize("options", [{}, {"filters": "dynamic_sampling"}])
+@pytest.mark.parametrize("options", [{}, {"process": "dynamic_sampling"}])
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_batches_in_a_row_that_teach_nothing_are_said_once(model, rows, said, options, reward):
     maker = ExperienceMaker(model, **options)
@@ -173,7 +173,7 @@ def test_a_discount_that_the_rows_returns_stand_for_is_said_once(model, rows, sa
         ExperienceMaker(model),
         ExperienceMaker(model, gamma=0.5),
         ExperienceMaker(model, gamma=0.9, advantage="dr_grpo"),
-        ExperienceMaker(model, gamma=0.9, reward="episode", reward_transform=lambda r, mask: r),
+        ExperienceMaker(model, gamma=0.9, reward=RewardMix("episode", transform=lambda r, mask: r)),
     ):
         maker(returned(rows(), 0.5))
     assert not said()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_mt.objectives import MultiTurnLoss, row_values
+from torchrl_mt.objectives import MultiTurnLoss, Passes, row_values
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.output_head import WHOLE_ONLY, OutputStates, output_states
 
@@ -91,7 +91,7 @@ def test_logits_of_a_soft_prompt_are_refused(model, rows, full_logits):
 def test_packed_logits_of_another_shape_are_refused_by_both_shapes(model, rows, actor):
     actor = SoftPrompt(model) if actor == "soft prompt" else Around(model, OUTPUTS[actor])
     with pytest.raises(ValueError, match=r"\(\d+, \d+.*\(\d+, \d+"):
-        row_log_probs(actor, *entries(rows()), packed=True)
+        row_log_probs(actor, *entries(rows()), passes=Passes(packed=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -109,14 +109,19 @@ def test_an_output_without_logits_is_refused_by_its_type(
 ):
     with pytest.raises(TypeError, match=f"logits.* got {kind}"):
         row_log_probs(
-            Around(model, change), *entries(rows()), packed=packed, full_logits=full_logits
+            Around(model, change),
+            *entries(rows()),
+            passes=Passes(packed=packed),
+            full_logits=full_logits,
         )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_critic_without_values_is_refused(model, rows, packed):
     with pytest.raises((TypeError, ValueError), match="got tuple"):
-        row_values(Around(model, lambda logits: (logits,)), *entries(rows()), packed=packed)
+        row_values(
+            Around(model, lambda logits: (logits,)), *entries(rows()), passes=Passes(packed=packed)
+        )
 
 
 class Checkpointed(nn.Module):

@@ -17,7 +17,9 @@ from tests.scoring.vision_rows import (
     rows_with_images,
     vl_model,
 )
+from tests.settings import grouped
 from tests.tiers import first_fast, some_fast
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import ValueModel, row_log_probs, row_values
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states
@@ -42,7 +44,10 @@ close = {"atol": 1e-5, "rtol": 1e-5}
 
 def scores(model, rows, **options):
     return row_log_probs(
-        model, *entries(rows), images=RowImages.of(rows), with_entropy=True, **options
+        model,
+        *entries(rows),
+        images=RowImages.of(rows),
+        **grouped(with_entropy=True, **options),
     )
 
 
@@ -140,7 +145,9 @@ def test_values_see_the_images(family):
                 if i and sampled[k, t]:
                     expected[k, t] = value[i - 1]
         for form in ({}, {"packed": True}, {"micro_batch_size": 2}):
-            got = row_values(critic, tokens, attended, sampled, images=RowImages.of(rows), **form)
+            got = row_values(
+                critic, tokens, attended, sampled, images=RowImages.of(rows), **grouped(**form)
+            )
             torch.testing.assert_close(got, expected, **close)
 
 
@@ -148,7 +155,7 @@ def test_values_see_the_images(family):
 def test_a_worker_without_rows_runs_the_model(packed):
     model, _ = vl_model("qwen2_5_vl")
     none = torch.zeros(0, 5, dtype=torch.long)
-    log_prob, _ = row_log_probs(model, none, none.bool(), none.bool(), packed=packed)
+    log_prob, _ = row_log_probs(model, none, none.bool(), none.bool(), passes=Passes(packed=packed))
     assert log_prob.shape == (0, 5)
 
 
@@ -257,7 +264,14 @@ def test_rows_that_show_videos_are_refused(packed):
     tokens, sampled = tokens.clone(), sampled.clone()
     tokens[0, place], sampled[0, place] = processor.video_token_id, False
     with pytest.raises(ValueError, match=r"tokens must have none of the tokens .* videos"):
-        row_log_probs(model, tokens, attended, sampled, images=RowImages.of(rows), packed=packed)
+        row_log_probs(
+            model,
+            tokens,
+            attended,
+            sampled,
+            images=RowImages.of(rows),
+            passes=Passes(packed=packed),
+        )
 
 
 class Wrapped(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.waiting import PATIENCE
-from torchrl_mt.objectives import ExperienceMaker, ValueModel
+from torchrl_mt.objectives import ExperienceMaker, Passes, ValueModel
 from torchrl_mt.scoring.forward import _lock, run_model, scoring_mode
 
 
@@ -45,7 +45,7 @@ def in_threads(*works):
 def test_threads_that_score_with_one_model_do_not_disturb_each_other(watched, rows):
     batch = rows()
     watched.pause = 0.002
-    maker = ExperienceMaker(watched, old_log_probs="actor", micro_batch_size=1)
+    maker = ExperienceMaker(watched, old_log_probs="actor", passes=Passes(micro_batch_size=1))
     expected = maker(batch.clone())["log_probs", "old"]
     scored = in_threads(*[lambda: maker(batch.clone())["log_probs", "old"]] * 3)
     for got in scored:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.objectives.conftest import make_model, make_rows
+from tests.settings import grouped
 from torchrl_mt.objectives import (
     ExperienceMaker,
     MultiTurnLoss,
@@ -60,8 +61,8 @@ def entries():
 def test_log_probs(offload, tied, options):
     model = make_model(tie_word_embeddings=tied)
     offloaded = offload(model)
-    expected = row_log_probs(model, *entries(), with_entropy=True, **options)
-    got = row_log_probs(offloaded, *entries(), with_entropy=True, **options)
+    expected = row_log_probs(model, *entries(), **grouped(with_entropy=True, **options))
+    got = row_log_probs(offloaded, *entries(), **grouped(with_entropy=True, **options))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0.0)
 

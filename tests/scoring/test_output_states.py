@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiers import pairs, some_fast
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import output_head as module
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.log_probs import row_log_probs
@@ -80,7 +81,10 @@ def test_gradients_are_those_of_whole_logits(rows, family, options, temperature)
     out = []
     for full in (True, False):
         log_prob, entropy = row_log_probs(
-            model, *given, temperature=temperature, with_entropy=True, full_logits=full
+            model,
+            *given,
+            passes=Passes(temperature=temperature, with_entropy=True),
+            full_logits=full,
         )
         (log_prob.square().sum() + entropy.sum()).backward()
         out.append((log_prob, entropy, *(p.grad.clone() for p in model.parameters())))
@@ -193,8 +197,7 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
                 tokens,
                 attended,
                 attended,
-                with_entropy=True,
-                packed=packed,
+                passes=Passes(with_entropy=True, packed=packed),
                 full_logits=full,
             )
             (log_prob + entropy).sum().backward()
@@ -234,8 +237,10 @@ def test_a_wrapper_is_looked_through_and_called(rows, family):
     batch = rows()
     args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
     for packed in (False, True):
-        got = row_log_probs(wrapper, *args, packed=packed)[0]
-        torch.testing.assert_close(got, row_log_probs(model, *args, packed=packed)[0])
+        got = row_log_probs(wrapper, *args, passes=Passes(packed=packed))[0]
+        torch.testing.assert_close(
+            got, row_log_probs(model, *args, passes=Passes(packed=packed))[0]
+        )
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_mt.scoring.packing import forward_passes, micro_batches, packs, put_back
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 
 
 def sequences(step):
@@ -151,19 +151,6 @@ def test_bad_limits_are_refused_by_name():
         Passes(micro_batch_size=-1)
     with pytest.raises(ValueError, match="dtype must be"):
         Passes(dtype=torch.float64)
-
-
-def test_passes_are_one_record_or_its_fields_one_by_one():
-    assert find_passes(None, {"packed": True, "dtype": torch.float16}) == Passes(
-        packed=True, dtype=torch.float16
-    )
-    assert find_passes(Passes(packed=True), {}) == Passes(packed=True)
-    with pytest.raises(TypeError, match="passes and micro_batch_size cannot both be given"):
-        find_passes(Passes(), {"micro_batch_size": 2})
-    with pytest.raises(TypeError, match="microbatch is no argument"):
-        find_passes(None, {"microbatch": 2})
-    with pytest.raises(TypeError, match="passes must be a Passes"):
-        find_passes({"packed": True}, {})
 
 
 def passes_over(lengths, with_lengths=False, **limits):

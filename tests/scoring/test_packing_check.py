@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import packing_check
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing_check import (
@@ -69,7 +70,7 @@ def test_packed_rows_score_as_padded_ones_do(build, rows, family, options):
     given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
     scores, gradients = [], []
     for packed in (False, True):
-        out = row_log_probs(model, *given, packed=packed, with_entropy=True)
+        out = row_log_probs(model, *given, passes=Passes(packed=packed, with_entropy=True))
         (out[0].square().sum() + out[1].sum()).backward()
         scores.append(out)
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -96,7 +97,7 @@ def test_models_that_mix_packed_rows_are_refused(build, family, options):
     model = build(family, **options)
     ones = torch.ones(2, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=f"{family}ForCausalLM lets packed rows see each other"):
-        row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones, packed=True)
+        row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones, passes=Passes(packed=True))
     assert row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones)[0].isfinite().all()
 
 
@@ -191,14 +192,14 @@ def test_attention_over_lengths_gets_one_sequence_and_the_lengths(make_model, ro
     batch = rows(n=9, suffix_padding=False)
     masks = batch["masks"]
     given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
-    expected = row_log_probs(make_model(), *given, with_entropy=True)
+    expected = row_log_probs(make_model(), *given, passes=Passes(with_entropy=True))
     model = make_model()
     model.config._attn_implementation = "reference_flash"
     assert takes_lengths(model)
     assert not takes_lengths(make_model())
     for budget in (None, 20):
         got = row_log_probs(
-            model, *given, packed=True, with_entropy=True, micro_batch_tokens=budget
+            model, *given, passes=Passes(packed=True, with_entropy=True, micro_batch_tokens=budget)
         )
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert 9 in seen

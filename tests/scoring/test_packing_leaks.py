@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 
 from tests.tiers import pairs
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing_check import packing_fault
 
@@ -277,7 +278,9 @@ def test_distributed_training_goes_on_after_the_trial(options):
         ones = torch.ones(3, 4, dtype=torch.bool)
         for _ in range(2):
             for each in (parallel, expected):
-                out = row_log_probs(each, TOKENS[:12].view(3, 4), ones, ones, packed=True)[0]
+                out = row_log_probs(
+                    each, TOKENS[:12].view(3, 4), ones, ones, passes=Passes(packed=True)
+                )[0]
                 out.sum().backward()
         for a, b in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)

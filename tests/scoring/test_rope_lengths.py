@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring.forward import scoring_mode
 from torchrl_mt.scoring.log_probs import row_log_probs
 
@@ -103,7 +104,7 @@ def test_rows_of_their_own_passes_score_as_they_do_alone(build):
     expected = alone(build, rows)
     for _ in range(2):
         with torch.no_grad():
-            got = row_log_probs(model, *rows, micro_batch_size=1)[0]
+            got = row_log_probs(model, *rows, passes=Passes(micro_batch_size=1))[0]
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         assert_same_state(model, before)
     # The lengths matter to the model: the test could fail.
@@ -121,7 +122,7 @@ def test_rows_that_would_change_each_other_are_refused(build, packed):
             pytest.raises(ValueError, match=re.escape("pass packed=False and micro_batch_size=1")),
             scoring_mode(model),
         ):
-            row_log_probs(model, *rows_of(*lengths), packed=packed)
+            row_log_probs(model, *rows_of(*lengths), passes=Passes(packed=packed))
         assert_same_state(model, before)
 
 
@@ -132,7 +133,7 @@ def test_rows_of_one_kind_share_passes(build, packed, lengths):
     model = build()
     expected = alone(build, rows)
     with torch.no_grad():
-        got = row_log_probs(model, *rows, packed=packed)[0]
+        got = row_log_probs(model, *rows, passes=Passes(packed=packed))[0]
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

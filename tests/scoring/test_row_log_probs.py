@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
+from tests.settings import grouped
 from tests.tiers import pairs, some_fast
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring.forward import scoring_mode
 from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens
 from torchrl_mt.scoring.values import ValueModel, row_values
@@ -48,7 +50,9 @@ def test_scores_are_those_of_the_attended_tokens_alone(
     model, rows, seed, suffix_padding, temperature
 ):
     batch = rows(seed, suffix_padding=suffix_padding)
-    got = row_log_probs(model, *entries(batch), temperature=temperature, with_entropy=True)
+    got = row_log_probs(
+        model, *entries(batch), passes=Passes(temperature=temperature, with_entropy=True)
+    )
     for a, b in zip(got, by_hand(model, batch, temperature), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -62,10 +66,10 @@ def test_packing_and_cutting_change_nothing(
     batch = spread(rows(n=9, suffix_padding=False))
     expected = by_hand(model, batch)
     options = {"packed": packed, "micro_batch_tokens": budget, "full_logits": full_logits}
-    got = row_log_probs(model.to(device), *entries(batch), with_entropy=True, **options)
+    got = row_log_probs(model.to(device), *entries(batch), **grouped(with_entropy=True, **options))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-    assert row_log_probs(model, *entries(batch), **options)[1] is None
+    assert row_log_probs(model, *entries(batch), **grouped(**options))[1] is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,7 +78,9 @@ def test_packed_and_padded_gradients_agree(model, rows, device, budget):
     batch, out = entries(rows(n=9, suffix_padding=False)), []
     for packed in (False, True):
         log_prob, entropy = row_log_probs(
-            model.to(device), *batch, with_entropy=True, packed=packed, micro_batch_tokens=budget
+            model.to(device),
+            *batch,
+            passes=Passes(with_entropy=True, packed=packed, micro_batch_tokens=budget),
         )
         (log_prob.square().sum() + entropy.sum()).backward()
         out.append([p.grad.clone() for p in model.parameters()])
@@ -87,11 +93,11 @@ def test_packed_and_padded_gradients_agree(model, rows, device, budget):
 @pytest.mark.parametrize("seed", range(3))
 def test_changing_one_row_changes_no_other(model, rows, packed, seed):
     tokens, attention, mask = entries(rows(seed, n=9))
-    before = row_log_probs(model, tokens, attention, mask, packed=packed)[0]
+    before = row_log_probs(model, tokens, attention, mask, passes=Passes(packed=packed))[0]
     for n in range(9):
         changed = tokens.clone()
         changed[n] = (changed[n] + 1) % 24
-        after = row_log_probs(model, changed, attention, mask, packed=packed)[0]
+        after = row_log_probs(model, changed, attention, mask, passes=Passes(packed=packed))[0]
         others = torch.arange(9) != n
         torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=1e-6)
         assert not mask[n].any() or (after[n] != before[n]).any()
@@ -103,7 +109,9 @@ def test_no_gradient_flows_between_rows(model, rows, packed):
     # Each row has tokens of its own.
     tokens = 4 * torch.arange(6)[:, None] + tokens % 4
     for n in range(6):
-        row_log_probs(model, tokens, attention, mask, packed=packed)[0][n].sum().backward()
+        row_log_probs(model, tokens, attention, mask, passes=Passes(packed=packed))[0][
+            n
+        ].sum().backward()
         touched = model.model.embed_tokens.weight.grad.any(-1).nonzero().flatten() // 4
         assert set(touched.tolist()) <= {n}
         model.zero_grad()
@@ -116,13 +124,11 @@ def test_mixed_precision_gives_float32_scores_nearby(make_model, rows, device, p
     model, batch = make_model().to(device), entries(rows())
     with torch.no_grad():
         model.lm_head.weight.mul_(0.1)
-    exact = row_log_probs(model, *batch, with_entropy=True)
+    exact = row_log_probs(model, *batch, passes=Passes(with_entropy=True))
     got = row_log_probs(
         model,
         *batch,
-        with_entropy=True,
-        packed=packed,
-        dtype=torch.bfloat16,
+        passes=Passes(with_entropy=True, packed=packed, dtype=torch.bfloat16),
         full_logits=full_logits,
     )
     for a, b in zip(got, exact, strict=True):
@@ -139,7 +145,7 @@ def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
     for attended in (attention, torch.zeros_like(attention)):
         none = torch.zeros_like(mask)
         log_prob, entropy = row_log_probs(
-            model, tokens, attended, none, packed=packed, with_entropy=True
+            model, tokens, attended, none, passes=Passes(packed=packed, with_entropy=True)
         )
         assert not log_prob.any()
         assert not entropy.any()
@@ -147,7 +153,7 @@ def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     model.zero_grad()
     empty = (x[:0] for x in (tokens, attention, mask))
-    log_prob = row_log_probs(model, *empty, packed=packed)[0]
+    log_prob = row_log_probs(model, *empty, passes=Passes(packed=packed))[0]
     assert log_prob.shape == (0, 12)
     log_prob.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -164,7 +170,7 @@ def test_half_precision_logits_are_divided_in_float32(rows, with_entropy):
 
     tokens, attention, mask = entries(rows())
     got = row_log_probs(
-        Bigram(), tokens, attention, mask, temperature=0.7, with_entropy=with_entropy
+        Bigram(), tokens, attention, mask, passes=Passes(temperature=0.7, with_entropy=with_entropy)
     )[0]
     log_p = (table.weight.detach().double() / 0.7).log_softmax(-1)
     expected = torch.where(mask[:, 1:], log_p[tokens[:, :-1], tokens[:, 1:]], 0.0)
@@ -249,13 +255,13 @@ def test_bad_input_is_refused_by_name(model, rows):
     with pytest.raises(ValueError, match="tokens must have shape"):
         row_log_probs(model, tokens[0], attention[0], mask[0])
     with pytest.raises(ValueError, match="temperature must be positive"):
-        row_log_probs(model, tokens, attention, mask, temperature=0)
+        row_log_probs(model, tokens, attention, mask, passes=Passes(temperature=0))
     with pytest.raises(ValueError, match="float16 or None, got"):
-        row_log_probs(model, tokens, attention, mask, dtype=torch.float32)
+        row_log_probs(model, tokens, attention, mask, passes=Passes(dtype=torch.float32))
     with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
-        row_log_probs(model, tokens, attention, mask, micro_batch_tokens=0)
+        row_log_probs(model, tokens, attention, mask, passes=Passes(micro_batch_tokens=0))
     with pytest.raises(ValueError, match="pass packed=False"):
-        row_log_probs(nn.Linear(2, 2), tokens, attention, mask, packed=True)
+        row_log_probs(nn.Linear(2, 2), tokens, attention, mask, passes=Passes(packed=True))
 
 
 def test_scoring_leaves_modes_and_random_state_alone(model, monkeypatch):
@@ -287,14 +293,14 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, rows, packed, to
     tokens, attention, mask = entries(batch)
     critic = ValueModel.from_model(model)
     tokens[~attention] = token  # Padding may be any number.
-    row_log_probs(model, tokens, attention, mask, packed=packed)
+    row_log_probs(model, tokens, attention, mask, passes=Passes(packed=packed))
     row_values(critic, tokens, attention, mask)
     headed = ValueModel.from_model(copy.deepcopy(model))
     nn.init.normal_(headed.head.weight)
-    row_values(headed, tokens, attention, mask, packed=packed)
+    row_values(headed, tokens, attention, mask, passes=Passes(packed=packed))
     tokens[2, attention[2].nonzero()[0]] = token
     with pytest.raises(ValueError, match=rf"in \[0, 24\), .* Qwen2ForCausalLM, got {token};"):
-        row_log_probs(nn.DataParallel(model), tokens, attention, mask, packed=packed)
+        row_log_probs(nn.DataParallel(model), tokens, attention, mask, passes=Passes(packed=packed))
     with pytest.raises(ValueError, match=rf"in \[0, 24\), .* ValueModel, got {token};"):
         row_values(critic, tokens, attention, mask)
 

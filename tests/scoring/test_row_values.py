@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 
 from tests.tiers import pairs, some_fast
+from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 
@@ -38,7 +39,9 @@ def values(critic, tokens):
 @pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 20], [False, True]))
 def test_values_are_predicted_from_the_past_alone(critic, rows, seed, packed, budget):
     tokens, attention, mask = entries(rows(seed, suffix_padding=False))
-    got = row_values(critic, tokens, attention, mask, packed=packed, micro_batch_tokens=budget)
+    got = row_values(
+        critic, tokens, attention, mask, passes=Passes(packed=packed, micro_batch_tokens=budget)
+    )
     expected = torch.zeros(tokens.shape)
     for n in range(len(tokens)):
         where = attention[n].nonzero().flatten().tolist()
@@ -54,7 +57,7 @@ def test_values_are_predicted_from_the_past_alone(critic, rows, seed, packed, bu
 def test_padding_anywhere_changes_nothing(critic, rows, spread, packed):
     batch = rows()
     wide = spread(batch)
-    got = row_values(critic, *entries(wide), packed=packed)
+    got = row_values(critic, *entries(wide), passes=Passes(packed=packed))
     expected = row_values(critic, *entries(batch))
     mask, wide_mask = entries(batch)[2], entries(wide)[2]
     torch.testing.assert_close(got[wide_mask], expected[mask], atol=1e-5, rtol=1e-5)
@@ -64,7 +67,7 @@ def test_padding_anywhere_changes_nothing(critic, rows, spread, packed):
 def test_packed_and_padded_gradients_agree(critic, rows):
     out = []
     for packed in (False, True):
-        row_values(critic, *entries(rows()), packed=packed).square().sum().backward()
+        row_values(critic, *entries(rows()), passes=Passes(packed=packed)).square().sum().backward()
         out.append([p.grad.clone() for p in critic.parameters() if p.grad is not None])
         critic.zero_grad()
     assert len(out[0]) > 4
@@ -75,7 +78,7 @@ def test_packed_and_padded_gradients_agree(critic, rows):
 def test_a_new_head_predicts_zero_and_learns(model, rows):
     critic = ValueModel.from_model(model)
     batch = entries(rows())
-    got = row_values(critic, *batch, packed=True)
+    got = row_values(critic, *batch, passes=Passes(packed=True))
     assert not got.any()
     (got - 1).square().sum().backward()
     assert critic.head.weight.grad.any()
@@ -110,7 +113,7 @@ def test_mixed_precision_gives_float32_values_nearby(model, rows, packed, device
     nn.init.normal_(critic.head.weight)
     batch = entries(rows())
     exact = row_values(critic, *batch)
-    got = row_values(critic, *batch, packed=packed, dtype=torch.bfloat16)
+    got = row_values(critic, *batch, passes=Passes(packed=packed, dtype=torch.bfloat16))
     assert got.dtype is torch.float32
     assert got.device.type == "cpu"
     assert 0 < (got - exact).norm() < 0.1 * exact.norm()
@@ -120,7 +123,7 @@ def test_half_precision_weights_work(model, rows):
     critic = ValueModel.from_model(model.bfloat16())
     nn.init.normal_(critic.head.weight)
     batch = entries(rows())
-    got = row_values(critic.bfloat16(), *batch, packed=True)
+    got = row_values(critic.bfloat16(), *batch, passes=Passes(packed=True))
     assert got.dtype is torch.float32
     assert got.any()
 
@@ -134,7 +137,7 @@ def test_bad_input_is_refused_by_name(model, critic, rows):
     with pytest.raises(ValueError, match="mask must be false on padding"):
         row_values(critic, tokens, torch.zeros_like(attention), mask)
     with pytest.raises(ValueError, match="float16 or None, got"):
-        row_values(critic, tokens, attention, mask, dtype=torch.float64)
+        row_values(critic, tokens, attention, mask, passes=Passes(dtype=torch.float64))
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel"):
         ValueModel.from_model(nn.Linear(2, 2))
 

@@ -13,7 +13,7 @@ from tests.vision.episodes import FAMILIES
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.transforms import MergeTurns, VisionInputs
 
@@ -54,13 +54,13 @@ def test_what_was_sampled_is_scored_and_trained(family, packed):
     tokens = rows["tokens", "full"]
     assert not (tokens[sampled] == processor.image_token_id).any()
 
-    rows = ExperienceMaker(model, packed=packed)(rows)
+    rows = ExperienceMaker(model, passes=Passes(packed=packed))(rows)
     gap = rows["log_probs", "old"] - rows["log_probs", "full"]
     assert gap[sampled].abs().max() <= 1e-4
 
     # Micro-batches have the images of their rows, in whatever order.
     rows["advantage"] = torch.randn_like(rows["advantage"])
-    loss = MultiTurnLoss(model, packed=packed)
+    loss = MultiTurnLoss(model, passes=Passes(packed=packed))
     total = loss.total(rows)
 
     def gradient(parts):

@@ -1,7 +1,8 @@
 """Training on rows: the experience maker (scores, KL, advantages) and the multi-turn loss."""
 
+from torchrl_mt.objectives.credit import Advantage
 from torchrl_mt.objectives.experience import ExperienceMaker
-from torchrl_mt.objectives.loss import MultiTurnLoss
+from torchrl_mt.objectives.loss import MultiTurnLoss, ValueLoss
 from torchrl_mt.objectives.pipeline import ExperiencePipeline
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
@@ -14,6 +15,7 @@ from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 __all__ = [
+    "Advantage",
     "ExperienceKeys",
     "ExperienceMaker",
     "ExperiencePipeline",
@@ -24,6 +26,7 @@ __all__ = [
     "RewardError",
     "RewardMix",
     "TextReward",
+    "ValueLoss",
     "ValueModel",
     "micro_batches",
     "row_log_probs",

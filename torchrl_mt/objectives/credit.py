@@ -41,44 +41,88 @@ ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
 
 
 @dataclass(frozen=True)
-class Credit:
-    """Settings of credit assignment; :class:`~torchrl_mt.objectives.ExperienceMaker` documents them.
+class Advantage:
+    """A kind of advantage with its settings.
+
+    - ``"turn"``: each turn's return less the mean of its turn id, divided by one standard deviation over
+      the batch (:func:`~torchrl_mt.objectives.functional.turn_normalize`). If the rows hold returns,
+      ``("rewards", "to_go")``, and nothing gives other rewards, these are used and ``gamma`` is ignored;
+    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
+      return of the episode's first turn, compared within its group, on all sampled tokens of the episode
+      (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
+      :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there are
+      several episodes, some group must have two: collect with a ``group_size``;
+    - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
+    - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the whole episode: its sampled
+      tokens, its turns, or tokens within turns
+      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
+      :func:`~torchrl_mt.objectives.functional.turn_gae`,
+      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
+    - a callable from the rows, which have all other outputs already, to ``[N, S]``.
+
+    Args:
+        kind: See above.
+        lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
+            with ``"turn_gae"``. Below 1, late rewards count less as long as the critic's values are
+            wrong; a new critic's are 0.
+        turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
+        turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
+        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
+        whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
+            never trained: it does not count and gets 0.
 
     Raises:
         ValueError: If the kind is unknown or a number out of range.
         TypeError: If ``lone_value`` is no number.
+
+    Examples:
+        >>> Advantage("turn_gae", lmbda=0.9).needs_critic
+        True
     """
 
-    advantage: AdvantageKind | Callable[[TensorDictBase], Tensor]
-    gamma: float | None
-    lmbda: float
-    turn_gamma: float
-    turn_lmbda: float
-    lone_value: float
-    whiten: bool
+    kind: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn"
+    lmbda: float = 0.95
+    turn_gamma: float = 1.0
+    turn_lmbda: float = 0.95
+    lone_value: float = 0.0
+    whiten: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.advantage):
-            check_choice("advantage", self.advantage, ADVANTAGE_KINDS)
-        check_unit_interval("gamma", self.discount)
+        if not callable(self.kind):
+            check_choice("advantage", self.kind, ADVANTAGE_KINDS)
         for name in ("lmbda", "turn_gamma", "turn_lmbda"):
             check_unit_interval(name, getattr(self, name))
         check_finite("lone_value", self.lone_value)
 
     @property
-    def discount(self) -> float:
-        """``gamma``, 1 by default."""
-        return 1.0 if self.gamma is None else self.gamma
-
-    @property
     def needs_critic(self) -> bool:
-        """Whether the advantage needs values."""
-        return self.advantage in CRITIC_KINDS
+        """Whether it needs values."""
+        return self.kind in CRITIC_KINDS
 
     @property
     def reads_group(self) -> bool:
-        """Whether the advantage compares the rows' groups."""
-        return self.advantage in GROUP_KINDS
+        """Whether it compares the rows' groups."""
+        return self.kind in GROUP_KINDS
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Advantages and returns of rewards, with a discount; see :class:`Advantage`.
+
+    Raises:
+        ValueError: If ``gamma`` is out of range.
+    """
+
+    advantage: Advantage
+    gamma: float | None
+
+    def __post_init__(self) -> None:
+        check_unit_interval("gamma", self.discount)
+
+    @property
+    def discount(self) -> float:
+        """``gamma``, 1 by default."""
+        return 1.0 if self.gamma is None else self.gamma
 
     def check(self, batch: RowBatch) -> None:
         """Refuse batches of several episodes, each alone in its group, if groups are compared.
@@ -86,12 +130,12 @@ class Credit:
         A single episode passes: the others may have been filtered out. Rejected episodes count as
         members; copies of an episode count once.
         """
-        if not self.reads_group:
+        if not self.advantage.reads_group:
             return
         member = torch.stack([batch.group(), batch.episode_id], dim=1).unique(dim=0)
         if len(member) > 1 and len(member[:, 0].unique()) == len(member):
             raise ValueError(
-                f"advantage={self.advantage!r} compares the episodes of a group, but each of these "
+                f"advantage={self.advantage.kind!r} compares the episodes of a group, but each of these "
                 f"{len(member)} episodes is alone in its group ({batch.keys.group!r}), so there is "
                 "nothing to learn. Collect with group_size=8, say, and give the maker whole groups "
                 "(EpisodeSampler(group_key='group')); or choose an advantage that needs no groups: "
@@ -121,20 +165,22 @@ class Credit:
             Advantage and return, ``[N, S]`` float32, zero on masked tokens; the advantage is also zero
             on rejected rows. Values that count must be finite.
         """
-        if self.needs_critic:
+        if self.advantage.needs_critic:
             assert reward is not None
             advantage, returns = self._from_critic(batch, reward + kl_reward, made["value"])
         else:
             returns = self._returns_to_go(batch, reward, kl_reward)
         returns = batch.finite_float("value_target", returns, batch.counted, _TOO_LARGE)
         hint = _TOO_LARGE
-        if callable(self.advantage):
-            advantage = _call_advantage(self.advantage, batch, {**made, "value_target": returns})
+        if callable(self.advantage.kind):
+            advantage = _call_advantage(
+                self.advantage.kind, batch, {**made, "value_target": returns}
+            )
             hint = "advantage(rows) is at fault."
-        elif not self.needs_critic:
-            advantage = self._from_comparison(batch, returns, self.advantage)
+        elif not self.advantage.needs_critic:
+            advantage = self._from_comparison(batch, returns, self.advantage.kind)
         advantage = batch.finite_float("advantage", advantage, batch.scored, hint)
-        if self.whiten:
+        if self.advantage.whiten:
             advantage = masked_whiten(advantage, batch.scored)
             advantage = batch.finite_float("advantage", advantage, batch.scored, _TOO_LARGE)
         return torch.where(batch.counted, advantage, 0.0), returns
@@ -156,23 +202,23 @@ class Credit:
         return outcome_advantage(
             *entries,
             batch.episode,
-            batch.group() if self.reads_group else torch.zeros_like(batch.episode),
+            batch.group() if self.advantage.reads_group else torch.zeros_like(batch.episode),
             cast(GroupKind, kind),
             scored=batch.scored,
-            lone_value=self.lone_value,
+            lone_value=self.advantage.lone_value,
         )
 
     def _from_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns from a critic's values."""
-        entries = reward, value, batch.mask, batch.turns, self.discount, self.lmbda
-        if self.advantage == "gae":
+        entries = reward, value, batch.mask, batch.turns, self.discount, self.advantage.lmbda
+        if self.advantage.kind == "gae":
             return episode_gae(*entries, episode=batch.episode)
-        if self.advantage == "turn_gae":
+        if self.advantage.kind == "turn_gae":
             return turn_gae(*entries, episode=batch.episode)
         return bilevel_gae(
             *entries,
-            turn_gamma=self.turn_gamma,
-            turn_lmbda=self.turn_lmbda,
+            turn_gamma=self.advantage.turn_gamma,
+            turn_lmbda=self.advantage.turn_lmbda,
             episode=batch.episode,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -19,17 +19,10 @@ from torch import Tensor, distributed, nn
 from torchrl_mt.checks import (
     check_choice,
     check_is_batch,
-    check_positive_finite,
     find_functions,
 )
-from torchrl_mt.objectives.credit import AdvantageKind, Credit
-from torchrl_mt.objectives.filters import (
-    FILTERS,
-    Filter,
-    filter_weight,
-    reads_entropy,
-    reads_group,
-)
+from torchrl_mt.objectives.credit import Advantage, AdvantageKind, Credit
+from torchrl_mt.objectives.filters import FILTERS, is_filter, reads_entropy, reads_group
 from torchrl_mt.objectives.functional import kl_estimate
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.kl import (
@@ -46,11 +39,11 @@ from torchrl_mt.objectives.metrics import (
     sampled_tokens,
     summary,
 )
-from torchrl_mt.objectives.process import Process, find_process, process_rows
-from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix, RewardTransform
+from torchrl_mt.objectives.process import Process, process_rows
+from torchrl_mt.objectives.rewards.mix import OWN, Recipe, RewardMix
 from torchrl_mt.objectives.rows.all_ranks import AllRanks
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
-from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
+from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import MODEL_FAULT, check_temperature
 from torchrl_mt.objectives.rows.sources import rows_of
 from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
@@ -59,7 +52,7 @@ from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.values import check_critic, row_values
 
@@ -81,42 +74,14 @@ class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
     Rows with the same ``"episode"`` and, where present, the same ``"episode_index"`` are one episode;
-    the index tells apart copies within one :class:`~torchrl_mt.transforms.MergeTurns` call. Nothing
-    is bootstrapped: a truncated episode counts like a terminated one.
-
-    Advantages:
-
-    - ``"turn"`` (default, no groups or critic): each turn's return less the mean of its turn id, divided
-      by one standard deviation over the batch
-      (:func:`~torchrl_mt.objectives.functional.turn_normalize`). If the rows hold returns,
-      ``("rewards", "to_go")``, and you give no ``reward``, ``reward_transform`` and ``process``, these
-      are used and ``gamma`` is ignored;
-    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
-      return of the episode's first turn, compared within its group, on all sampled tokens of the
-      episode (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
-      :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there
-      are several episodes, some group must have two: collect with a ``group_size``;
-    - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
-    - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the whole episode: its sampled
-      tokens, its turns, or tokens within turns
-      (:func:`~torchrl_mt.objectives.functional.episode_gae`,
-      :func:`~torchrl_mt.objectives.functional.turn_gae`,
-      :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
-    - a callable from the rows, which have all other outputs already, to ``[N, S]``.
-
-    ``"returns"`` is each turn's return-to-go over its whole episode, with ``gamma`` per turn; with a
-    ``"gae"`` kind it is the critic's target.
+    the index tells apart copies within one :class:`~torchrl_mt.transforms.MergeTurns` call. Nothing is
+    bootstrapped: a truncated episode counts like a terminated one. ``"returns"`` is each turn's
+    return-to-go over its whole episode, with ``gamma`` per turn; with a ``"gae"`` kind it is the
+    critic's target. Complete rows once: weights that an earlier maker wrote change the loss.
 
     Rows whose ``"valid"`` ``[N]`` bool is false are rejected. They go to no reward source, enter no
-    statistic, and get reward and advantage 0; :class:`MultiTurnLoss` leaves them out. Values that are
-    not finite on them become 0, as do all values on tokens that were not sampled.
-
-    Rows with images, prepared by ``VisionInputs``, need vision-language models of one family.
-    The ``optional_in_keys`` are used where the rows have them. Complete rows once: what an earlier
-    maker wrote, such as weights, stays and changes the loss.
-
-    Reward sources, ``reward_transform``, ``advantage`` and filters answer with tensors on any device, or
-    with lists of numbers: answers are moved to the rows' device.
+    statistic, and get reward and advantage 0; :class:`MultiTurnLoss` leaves them out. Rows with images,
+    prepared by ``VisionInputs``, need vision-language models of one family.
 
     No gradient flows. The models' modes are restored, and so is the random state unless other threads
     run. After a call, ``metrics`` holds numbers about the rewards, the KL and its coefficient, the
@@ -124,42 +89,22 @@ class ExperienceMaker(TensorDictModuleBase):
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
-        ref: The reference policy, of the same kinds; without it there is no KL. ``"base"`` is the base
-            model of the actor's PEFT adapters, without a second copy: the actor with its adapters off.
-        critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
-        reward: One or more reward sources, by label if wanted
-            (:class:`~torchrl_mt.objectives.RewardMix`). Default: the episodes' own rewards. Without
-            recipes by label, metrics call all rows ``"default"``.
-        reward_transform: ``(reward, mask) -> reward``, all ``[N, S]``; the mask says where rewards lie
-            (:meth:`~torchrl_mt.objectives.RewardMix.transformed`). For example a
-            :class:`~torchrl_mt.objectives.functional.RewardNormalizer`, or
-            ``lambda reward, mask: clip_reward(reward, -1.0, 1.0)[0]``. If the call fails later, the
-            buffers of a module (given itself or as a bound method) are restored; other state is not.
-        process: One or more functions from rows to rows, called after the reward sources and before all
-            else. They get a copy of the rows under the default keys, with the rewards ``("rewards",
-            "shaped")`` ``[N, S]`` and their sum over each row's episode ``("rewards", "episode")``
-            ``[N]``. They may change the rewards, reject rows (``"valid"``), weight them (``("weights",
-            "full")``, ``[N]`` or ``[N, S]``, which multiplies that of the filters), drop whole episodes
-            and add entries. The maker then returns new rows, and leaves those that it was given.
-        advantage: See above.
+        advantage: The kind of advantage by name, or :class:`~torchrl_mt.objectives.Advantage` with its
+            settings; or a callable from the rows, which have all other outputs already, to ``[N, S]``.
+        reward: One or more reward sources, by label if wanted, or a
+            :class:`~torchrl_mt.objectives.RewardMix`. Default: the episodes' own rewards.
         gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
             turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
-        lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
-            with ``"turn_gae"``. Below 1, late rewards count less as long as the critic's values are
-            wrong; a new critic's are 0.
-        turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
-        turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
-        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
-        whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
-            never trained: it does not count and gets 0.
-        filters: Writes ``("weights", "full")`` ``[N, S]``, which :class:`MultiTurnLoss` multiplies
-            the objective by: ``"dynamic_sampling"`` (0 in groups whose episodes all score the same),
-            ``"clip_filter"`` (the same, with the other groups weighted up), ``"top_entropy"`` (only the
-            least certain tokens; needs ``with_entropy``), a function
-            (:data:`~torchrl_mt.objectives.filters.Filter`, for example
-            ``partial(top_entropy, rho=0.1)``), or several, whose weights multiply. The loss's divisor
-            does not change. To save computing such rows and leave them out of the divisor, drop them:
-            ``rows = rows[rows["weights", "full"].any(-1)]``.
+        ref: The reference policy, of the same kinds as ``actor``; without it there is no KL. ``"base"``
+            is the base model of the actor's PEFT adapters: the actor with its adapters off.
+        critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
+        process: What does not count, or counts less: ``"dynamic_sampling"``, ``"clip_filter"`` or
+            ``"top_entropy"`` (:mod:`~torchrl_mt.objectives.filters`), functions from rows to rows
+            (:mod:`~torchrl_mt.objectives.process`), or several. They are called after rewards and
+            models and before advantages. They may change the rewards ``("rewards", "shaped")``, reject
+            rows (``"valid"``), weight rows or tokens (``("weights", "full")``, which multiplies the
+            objective of :class:`MultiTurnLoss` and leaves its divisor alone), drop whole episodes and
+            add entries. The maker then returns new rows, and leaves those that it was given.
         kl_coef: Subtract ``kl_coef`` times the KL from the reward of each sampled token; needs
             ``ref``. At 0 the KL is only written. A TorchRL KL controller is updated with each batch's
             mean KL per token, for the next batch. The coefficient of an ``AdaptiveKLController`` is
@@ -169,50 +114,23 @@ class ExperienceMaker(TensorDictModuleBase):
             (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")``; ``"actor"`` scores the rows again
             under the current actor.
-        with_entropy: Whether to write the actor's entropy at each sampled token as ``"entropy"``.
-        temperature: The sampling temperature. Rows with another ``("sampling", "temperature")``
-            ``[N]`` are refused.
-        passes: How rows are cut into forward passes of all models.
+        passes: How rows are cut into forward passes of all models, and the sampling temperature: rows
+            with another ``("sampling", "temperature")`` ``[N]`` are refused. With ``with_entropy``, the
+            actor's entropy at each sampled token is written as ``"entropy"``.
         process_group: The rows are those of this rank, perhaps none, and all ranks call together:
-            advantages, whitening, filters, metrics, ``reward_transform`` and the KL controller see the
-            rows of all ranks, as in one process. Models and reward sources still get this rank's alone.
-            Functions of rows get all ranks' tensors, without images and Python objects. An episode's
-            rows must be on one rank. Not with ``process``.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
+            advantages, ``process``, metrics, a reward's ``transform`` and the KL controller see the
+            rows of all ranks, as in one process, without images and Python objects. Models and reward
+            sources still get this rank's alone. An episode's rows must be on one rank.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
         TypeError: If ``actor`` or ``ref`` is no language model, a reward source has the wrong type, or
-            both ``passes`` and keywords are given, or ``process_group`` is none.
+            ``process_group`` is none.
 
     Examples:
-        >>> from tensordict import TensorDict
-        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> actor = Qwen2ForCausalLM(
-        ...     Qwen2Config(
-        ...         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        ...         num_attention_heads=1, num_key_value_heads=1, pad_token_id=0,
-        ...     )
-        ... )
-        >>> sampled = torch.tensor([[False, True], [False, True]])
-        >>> rows = TensorDict(
-        ...     {
-        ...         "tokens": {"full": torch.tensor([[1, 2], [1, 3]])},
-        ...         "masks": {
-        ...             "all_attention_mask": torch.ones(2, 2, dtype=torch.bool),
-        ...             "all_assistant_mask": sampled,
-        ...         },
-        ...         "log_probs": {"full": torch.tensor([[0.0, -2.0], [0.0, -2.0]])},
-        ...         "turns": {"full": torch.zeros(2, 2, dtype=torch.long)},
-        ...         "rewards": {"full": torch.tensor([[0.0, 1.0], [0.0, 0.0]])},
-        ...         "episode": torch.tensor([0, 1]),
-        ...         "group": torch.tensor([0, 0]),
-        ...     },
-        ...     batch_size=[2],
-        ... )
-        >>> ExperienceMaker(actor, advantage="dr_grpo")(rows)["advantage"].squeeze(-1)
-        tensor([[ 0.0000,  0.5000],
-                [ 0.0000, -0.5000]])
+        >>> maker = ExperienceMaker(actor, advantage="grpo")  # doctest: +SKIP
+        >>> rows = maker(MergeTurns()(batch))  # doctest: +SKIP
+        >>> losses = MultiTurnLoss(actor)(rows)  # doctest: +SKIP
     """
 
     _AcceptedKeys = ExperienceKeys
@@ -221,27 +139,17 @@ class ExperienceMaker(TensorDictModuleBase):
         self,
         actor: nn.Module,
         *,
+        advantage: AdvantageKind | Advantage | Callable[[TensorDictBase], Tensor] = "turn",
+        reward: Recipe | RewardMix | None = None,
+        gamma: float | None = None,
         ref: nn.Module | Literal["base"] | None = None,
         critic: nn.Module | None = None,
-        reward: Recipe | None = None,
-        reward_transform: RewardTransform | None = None,
-        process: Process | Sequence[Process] = (),
-        advantage: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn",
-        gamma: float | None = None,
-        lmbda: float = 0.95,
-        turn_gamma: float = 1.0,
-        turn_lmbda: float = 0.95,
-        lone_value: float = 0.0,
-        whiten: bool = False,
-        filters: str | Filter | Sequence[str | Filter] = (),
+        process: str | Process | Sequence[str | Process] = (),
         kl_coef: KLCoefficient = 0.0,
         kl_kind: KLKind = "k1",
         old_log_probs: OldLogProbs = "sampler",
-        with_entropy: bool = False,
-        temperature: float = 1.0,
         passes: Passes | None = None,
         process_group: distributed.ProcessGroup | None = None,
-        **keywords: Any,
     ) -> None:
         super().__init__()
         model = causal_lm(actor)
@@ -261,41 +169,29 @@ class ExperienceMaker(TensorDictModuleBase):
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
         if critic is not None:
             check_critic(critic)
-        self.advantage = advantage
+        self.advantage = advantage if isinstance(advantage, Advantage) else Advantage(advantage)
+        if isinstance(self.advantage.kind, nn.Module):
+            self.advantage_model = self.advantage.kind
         self.gamma = gamma
-        self.lmbda = lmbda
-        self.turn_gamma = turn_gamma
-        self.turn_lmbda = turn_lmbda
-        self.lone_value = lone_value
-        self.whiten = whiten
-        if self.credit.needs_critic and critic is None:
-            raise ValueError(f"advantage={advantage!r} needs a critic, got critic=None.")
-        check_positive_finite("temperature", temperature)
+        if self.credit.advantage.needs_critic and critic is None:
+            raise ValueError(f"advantage={self.advantage.kind!r} needs a critic, got critic=None.")
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
-        self.passes = find_passes(passes, keywords, caller=type(self))
+        self.passes = Passes.checked(passes)
         self.actor = actor
         self.ref = ref
         self.critic = critic
-        self.process = find_process(process)
+        self.process = find_functions("process", process, FILTERS)
         check_process_group(process_group)
-        if self.process and process_group is not None:
-            raise ValueError(
-                "process and process_group cannot both be given: a function from rows to rows sees the "
-                "rows of its own rank alone. Use reward_transform, filters or an advantage of your own, "
-                "which see those of all ranks, or process the rows before they are divided."
-            )
         self.process_group = process_group
-        self.own_reward = reward is None and reward_transform is None and not self.process
-        self.reward = RewardMix(
-            OWN if reward is None else reward, transform=reward_transform, passes=self.passes
-        )
-        self.filters = find_functions("filters", filters, FILTERS)
+        self.own_reward = reward is None and all(map(is_filter, self.process))
+        """Whether the rewards are those that the rows came with."""
+        if not isinstance(reward, RewardMix):
+            reward = RewardMix(OWN if reward is None else reward, passes=self.passes)
+        self.reward = reward
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
-        self.with_entropy = with_entropy
-        self.temperature = temperature
         self.metrics: dict[str, float] = {}
         self._warnings = Warnings()
         self.tensor_keys = ExperienceKeys()
@@ -303,18 +199,18 @@ class ExperienceMaker(TensorDictModuleBase):
 
     @property
     def credit(self) -> Credit:
-        """Credit assignment with the current attributes: discounts may change between calls."""
-        return Credit(**{field.name: getattr(self, field.name) for field in fields(Credit)})
+        """Credit assignment with the current attributes: the discount may change between calls."""
+        return Credit(self.advantage, self.gamma)
 
     @property
     def reads_group(self) -> bool:
         """Whether the advantage or a filter needs the rows' groups."""
-        return self.credit.reads_group or any(map(reads_group, self.filters))
+        return self.advantage.reads_group or any(map(reads_group, self.process))
 
     @property
     def reads_entropy(self) -> bool:
         """Whether a filter needs entropies that this maker does not write."""
-        return not self.with_entropy and any(map(reads_entropy, self.filters))
+        return not self.passes.with_entropy and any(map(reads_entropy, self.process))
 
     def set_keys(self, **kwargs: NestedKey | None) -> None:
         """Change where entries are read and written.
@@ -348,13 +244,13 @@ class ExperienceMaker(TensorDictModuleBase):
         read += ["group"] * self.reads_group + ["entropy"] * self.reads_entropy
         read += ["label"] * self.reward.needs_label
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
-        write += ["entropy"] * self.with_entropy + ["value"] * (self.critic is not None)
+        write += ["entropy"] * self.passes.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
-        write += ["weight"] * bool(self.filters)
+        write += ["weight"] * any(map(is_filter, self.process))
         self.in_keys = [getattr(self.tensor_keys, name) for name in read]
         may = ["episode_index", "fork", "valid", "sampling_temperature", "versions"]
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
-        may += ["turn_return"] * (self.own_reward and self.credit.advantage == "turn")
+        may += ["turn_return"] * (self.own_reward and self.advantage.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.optional_in_keys += image_keys(
             self.actor, None if isinstance(self.ref, str) else self.ref, self.critic
@@ -392,25 +288,35 @@ class ExperienceMaker(TensorDictModuleBase):
         with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
             self._check(whole)
             reward, metrics = self._rewards_of_all(batch)
-            weight = None
-            if self.process:
-                assert reward is not None
-                left = process_rows(self.process, batch, reward)
-                batch = whole = read_batch(left.rows, self.tensor_keys)
-                reward = torch.where(batch.counted, left.reward, 0.0)
-                weight, metrics = left.weight, metrics | left.metrics
             if ranks is None:
                 scores = self._scores(batch, reward)
             else:
                 scores = ranks.gather(lambda: self._scores(batch, reward))
-            out, found = self._outputs(whole, scores, weight)
+            reward = scores.pop("reward", None)
+            if reward is not None:
+                # After the models: running statistics must not count a batch whose scoring failed.
+                reward = self.reward.transformed(reward, whole.episodes, whole.valid)
+            rows = batch.rows
+            number = torch.arange(len(whole.episode), device=whole.mask.device)
+            if self.process:
+                left = process_rows(self.process, whole, scores, reward)
+                whole, number, reward = left.batch, left.number, left.reward
+                scores = {name: value[number] for name, value in scores.items()}
+                metrics = metrics | left.metrics
+                rows = whole.rows
+                if ranks is not None:
+                    rows = ranks.own_rows(number)
+                    for key in left.written:
+                        rows.set(key, ranks.own(whole.rows.get(key), number))
+            out, found = self._outputs(whole, scores, reward)
             for name, value in out.items():
-                own = value if ranks is None else ranks.own(value)
-                batch.rows.set(getattr(self.tensor_keys, name), own)
+                if ranks is not None:
+                    value = ranks.own(value, number)
+                rows.set(getattr(self.tensor_keys, name), value)
             if "kl" in out:
                 update_kl_coefficient(self.kl_coef, out["kl"], whole.scored)
         self.metrics = metrics | found
-        return batch.rows
+        return rows
 
     def rows_of(self, batch: Any) -> TensorDictBase:
         """Get rows that the maker may write to; tensors are shared, and the batch is not changed.
@@ -429,7 +335,7 @@ class ExperienceMaker(TensorDictModuleBase):
         """Read and check the rows of this process."""
         batch = read_batch(rows, self.tensor_keys, may_lack_tokens=self.process_group is not None)
         key = batch.keys.sampling_temperature
-        check_temperature(rows, key, self.temperature, batch.counted.any(-1))
+        check_temperature(rows, key, self.passes.temperature, batch.counted.any(-1))
         if not self.process:
             check_writable(rows, self.out_keys)
         return batch
@@ -462,7 +368,7 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.old_log_probs == "sampler":
             self._sampler_log_probs(batch)
         # The rows' own returns stand for their rewards.
-        if self.own_reward and self.credit.advantage == "turn" and batch.has("turn_return"):
+        if self.own_reward and self.advantage.kind == "turn" and batch.has("turn_return"):
             if self.gamma is not None:
                 self._warnings.of_gamma(batch, self.gamma)
             return None, {}
@@ -488,8 +394,8 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
             out["sample_log_prob"] = self._sampler_log_probs(batch)
-        if self.old_log_probs == "actor" or self.with_entropy:
-            log_prob, entropy = self._score(self.actor, batch, self.with_entropy)
+        if self.old_log_probs == "actor" or self.passes.with_entropy:
+            log_prob, entropy = self._score(self.actor, batch, self.passes)
             if self.old_log_probs == "actor":
                 old = log_prob
                 out["sample_log_prob"] = batch.finite_float(
@@ -514,12 +420,9 @@ class ExperienceMaker(TensorDictModuleBase):
         return out
 
     def _outputs(
-        self, batch: RowBatch, scores: Mapping[str, Tensor], weight: Tensor | None
+        self, batch: RowBatch, scores: Mapping[str, Tensor], reward: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Compute the outputs of scored rows, by key name, and the metrics.
-
-        ``weight`` is that of ``process``, of rows ``[N]`` or tokens ``[N, S]``.
-        """
+        """Compute the outputs of scored rows, by key name, and the metrics."""
         out = dict(scores)
         metrics = sampled_tokens(batch)
         if self.reads_group:
@@ -532,14 +435,10 @@ class ExperienceMaker(TensorDictModuleBase):
             metrics |= summary("kl", out["kl"][batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
                 kl_reward = torch.where(batch.counted, -coefficient * out["kl"], 0.0)
-        reward = out.pop("reward", None)
         if reward is not None and not self.own_reward:
-            # After the models: running statistics must not count a batch whose scoring failed.
-            reward = out["shaped_reward"] = self.reward.transformed(
-                reward, batch.episodes, batch.valid
-            )
+            out["shaped_reward"] = reward
         if self.reads_group:
-            if reward is not None and self.credit.reads_group:
+            if reward is not None and self.advantage.reads_group:
                 outcome = self.credit.outcome(batch, reward)
             else:
                 outcome = batch.episode_scores(reward)
@@ -548,40 +447,30 @@ class ExperienceMaker(TensorDictModuleBase):
             batch, reward, kl_reward, out
         )
         out["advantage"] = advantage.unsqueeze(-1)
-        if self.filters or weight is not None:
-            completed = batch.with_default_keys(out)
-            completed.set(EPISODE_SCORE, batch.episode_scores(reward))
-            of_process = () if weight is None else (lambda rows: weight,)
-            filters = (*self.filters, *of_process)
-            out["weight"] = filter_weight(filters, completed, batch.counted)
-            kept = (out["weight"] > 0).sum() / batch.counted.sum().clamp(min=1)
+        weight = batch.rows.get(batch.keys.weight, None) if self.process else None
+        if weight is not None:
+            kept = (weight > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
-        self._warnings.of_advantage(batch, advantage, out.get("weight"))
+        self._warnings.of_advantage(batch, advantage, weight)
         if batch.has("versions"):
             self._warnings.of_versions(batch, self.actor)
         return out, metrics
 
     def _score(
-        self, model: nn.Module, batch: RowBatch, with_entropy: bool = False
+        self, model: nn.Module, batch: RowBatch, passes: Passes
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the log-probabilities of sampled tokens and, if asked, the entropies."""
         with scoring_mode(model):
-            return row_log_probs(
-                model,
-                *batch.inputs,
-                temperature=self.temperature,
-                with_entropy=with_entropy,
-                images=batch.images,
-                passes=self.passes,
-            )
+            return row_log_probs(model, *batch.inputs, images=batch.images, passes=passes)
 
     def _score_ref(self, batch: RowBatch) -> Tensor:
         """Compute the reference's log-probabilities of sampled tokens."""
         assert self.ref is not None
+        passes = replace(self.passes, with_entropy=False)
         if not isinstance(self.ref, str):
-            return self._score(self.ref, batch)[0]
+            return self._score(self.ref, batch, passes)[0]
         with base_policy(self.actor):
-            return self._score(self.actor, batch)[0]
+            return self._score(self.actor, batch, passes)[0]
 
     def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
         """Compute the values of the states in which tokens were sampled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -23,8 +23,6 @@ from torchrl_mt.checks import (
     check_finite,
     check_is_batch,
     check_positive,
-    check_positive_finite,
-    check_positive_integer,
     check_shape,
 )
 from torchrl_mt.objectives.functional import (
@@ -34,7 +32,7 @@ from torchrl_mt.objectives.functional import (
     merge_totals,
     value_loss,
 )
-from torchrl_mt.objectives.functional.aggregation import Aggregation, aggregation_total, check_norm
+from torchrl_mt.objectives.functional.aggregation import Aggregation, aggregation_total
 from torchrl_mt.objectives.functional.corrections import Correction, find_corrections, weighs
 from torchrl_mt.objectives.functional.kl import KLKind
 from torchrl_mt.objectives.functional.policy.objectives import (
@@ -67,7 +65,7 @@ from torchrl_mt.objectives.rows.reading import check_like, check_temperature, re
 from torchrl_mt.objectives.splitting import cut
 from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
 from torchrl_mt.scoring.values import check_critic, row_values
 from torchrl_mt.vision import RowImages
@@ -76,23 +74,43 @@ Sequences = Literal["row", "turn"]
 """What counts as one sequence for objectives and corrections of whole sequences."""
 
 
+@dataclass(frozen=True)
+class ValueLoss:
+    """A critic and the settings of its loss (:func:`~torchrl_mt.objectives.functional.value_loss`).
+
+    Args:
+        critic: A value network, see :class:`MultiTurnLoss`.
+        coef: Weight of the loss.
+        clip_value: Clip the loss at this distance from ``"values"``.
+
+    Raises:
+        ValueError: If ``clip_value`` is not positive.
+        TypeError: If ``critic`` is no module or ``coef`` no number.
+    """
+
+    critic: nn.Module
+    coef: float = 1.0
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        check_critic(self.critic)
+        check_finite("coef", self.coef)
+        if self.clip_value is not None:
+            check_positive("clip_value", self.clip_value)
+
+
 class MultiTurnLoss(LossModule):
     """Policy loss over the sampled tokens of training rows.
 
     Minimise the sum of the outputs ``"loss_objective"``, ``"loss_kl"`` (with ``kl_coef``),
-    ``"loss_entropy"`` (with ``entropy_coef``) and ``"loss_critic"`` (with ``critic``). The other
-    outputs are detached diagnostics over the sampled tokens:
-
-    - ``"trained_tokens"``: their number, which weights the shards' means when averaging;
-    - ``"clip_fraction"``: share of ratios outside the bounds; ``"clip_fraction_low"`` below and
-      ``"clip_fraction_high"`` above them;
-    - ``"approx_kl"``: k3, from the old policy to the actor;
-    - ``"ess"``: effective share of the samples, in [0, 1];
-    - ``"entropy"``;
-    - with ``kl_coef``: ``"kl_to_ref"``;
-    - with ``correction``: ``"correction_ess"``, ``"correction_clip_fraction"``,
-      ``"correction_mask_fraction"``;
-    - with ``critic``: ``"value_clip_fraction"``, ``"explained_variance"``.
+    ``"loss_entropy"`` (with ``entropy_coef``) and ``"loss_critic"`` (with ``critic``). The others are
+    detached diagnostics over the sampled tokens: ``"trained_tokens"``, their number, which weights the
+    shards' means when averaging; ``"clip_fraction"``, the share of ratios outside the bounds, also
+    ``_low`` below and ``_high`` above them; ``"approx_kl"``, k3 from the old policy to the actor;
+    ``"ess"``, the effective share of the samples; ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with
+    ``correction`` ``"correction_ess"``, ``"correction_clip_fraction"`` and
+    ``"correction_mask_fraction"``; with ``critic`` ``"value_clip_fraction"`` and
+    ``"explained_variance"``.
 
     ``objective="sft"`` imitates the trained tokens. Its rows need neither rewards, advantages nor
     log-probabilities, so it takes no correction and has no diagnostics that compare policies.
@@ -100,11 +118,9 @@ class MultiTurnLoss(LossModule):
     These tokens are left out of everything, the divisor included: a row's first token, which nothing
     predicts; rows whose ``"valid"`` ``[N]`` bool is false; and tokens that TorchRL's ``loss_mask_key``
     masks: by default ``("collector", "mask")`` and ``"shifted_valid"`` where present, else the entry
-    that it names, ``[N]`` or ``[N, S]`` bool.
-
-    Where the rows have ``("weights", "full")``, ``[N, S]`` floating, it multiplies each token's
-    objective. Neither it nor a correction changes the divisor, the KL, the entropy bonus or the value
-    loss. Entries must be constants: one that carries a graph is refused.
+    that it names, ``[N]`` or ``[N, S]`` bool. ``("weights", "full")`` ``[N, S]``, where present,
+    multiplies each token's objective. Neither it nor a correction changes the divisor, the KL, the
+    entropy bonus or the value loss. Entries must be constants: one that carries a graph is refused.
 
     The models' parameters are shared, not copied. The models run in their current mode: keep an actor
     with dropout in evaluation mode, as the old log-probabilities were computed without dropout.
@@ -139,63 +155,44 @@ class MultiTurnLoss(LossModule):
             (http://joschu.net/blog/kl-approx.html); GRPO uses it (https://arxiv.org/abs/2402.03300,
             eq. 4). The gradient of k1 is 0 on average.
         entropy_coef: Weight of the entropy bonus.
-        temperature: The sampling temperature. Rows with another ``("sampling", "temperature")``
-            ``[N]`` are refused.
-        aggregation_norm: Further constant to divide ``"seq_mean_token_sum"`` by.
-        critic: A value network, called like the actor. Its output, or the output's ``logits``, has one
-            value per token, ``[N, L]`` or ``[N, L, 1]``. Its loss reads ``"returns"``.
-        critic_coef: Weight of the value loss.
-        clip_value: Clip the value loss at this distance from ``"values"``
-            (:func:`~torchrl_mt.objectives.functional.value_loss`).
+        critic: A value network, called like the actor, or :class:`~torchrl_mt.objectives.ValueLoss`. Its
+            output, or the output's ``logits``, has one value per token, ``[N, L]`` or ``[N, L, 1]``. Its
+            loss reads ``"returns"``.
         freeze_vision: Do not train the vision towers of actor and critic: set ``requires_grad`` of their
             parameters to false, here and for good. Of Qwen's models it is all of ``visual``, of LLaVA
             ``vision_tower`` without the projector. By default nothing is set.
+        passes: How rows are cut into forward passes, and the sampling temperature: rows with another
+            ``("sampling", "temperature")`` ``[N]`` are refused. The gradient of each pass but a single
+            one is computed at once, and its activations are freed; the losses need no second
+            derivative. ``micro_batch_tokens="auto"`` measures a row of the first batch that may be too
+            large. With ``dtype=torch.float16``, with parameters that have hooks for their gradients,
+            and in models that exchange gradients or parameters (DDP, FSDP), each call is one pass: give
+            it the rows' :func:`~torchrl_mt.objectives.micro_batches`.
+
+    Attributes:
+        aggregation_norm: Further constant to divide the losses of ``"seq_mean_token_sum"`` by, 1 by
+            default.
         max_idle_updates: An error after so many updates in a row in which all advantages were 0, so that
-            the entropy bonus or the KL alone changed the model; ``None`` goes on.
-        passes: How rows are cut into forward passes. The gradient of each pass but a single one is
-            computed at once, and its activations are freed; the losses need no second derivative.
-            ``micro_batch_tokens="auto"`` measures a row of the first batch that may be too large. With
-            ``dtype=torch.float16``, with parameters that have hooks for their gradients, and in models
-            that exchange gradients or parameters (DDP, FSDP), each call is one pass: give it the rows'
-            :func:`~torchrl_mt.objectives.micro_batches`.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
+            the entropy bonus or the KL alone changed the model: 16 by default; ``None`` goes on.
 
     Raises:
-        ValueError: If a name is unknown; a number is out of range; ``clip_value`` is given without
-            ``critic``; ``sequence="turn"`` without an objective or correction of whole sequences;
-            ``correction`` is given to an objective that compares no policies, like ``"sft"``;
-            ``clip_epsilon`` to an objective that has no bounds or has them bound already;
-            ``freeze_vision`` with an actor that has no vision tower, or after DistributedDataParallel
-            wrapped one that is trained; or both objective and correction
+        ValueError: If a name is unknown; a number is out of range; ``sequence="turn"`` without an
+            objective or correction of whole sequences; ``correction`` is given to an objective that
+            compares no policies, like ``"sft"``; ``clip_epsilon`` to an objective that has no bounds or
+            has them bound already; ``freeze_vision`` with an actor that has no vision tower, or after
+            DistributedDataParallel wrapped one that is trained; or both objective and correction
             weight by the ratio to the sampler.
         TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
             ``objective`` or ``correction`` neither a name nor a function.
 
     Examples:
-        >>> class Bigrams(nn.Embedding):
-        ...     def forward(self, input_ids, attention_mask):
-        ...         return super().forward(input_ids)
-        >>> actor = Bigrams(8, 8)
-        >>> _ = nn.init.zeros_(actor.weight)
-        >>> sampled = torch.tensor([[False, True], [False, True]])
-        >>> rows = TensorDict(
-        ...     {
-        ...         "tokens": {"full": torch.tensor([[1, 2], [1, 3]])},
-        ...         "masks": {
-        ...             "all_attention_mask": torch.ones(2, 2, dtype=torch.bool),
-        ...             "all_assistant_mask": sampled,
-        ...         },
-        ...         "log_probs": {"old": torch.tensor([[0.0, -2.0], [0.0, -2.0]])},
-        ...         "advantage": torch.tensor([[0.0, 1.0], [0.0, -1.0]]).unsqueeze(-1),
-        ...     },
-        ...     batch_size=[2],
-        ... )
-        >>> loss = MultiTurnLoss(actor, objective="ppo")
-        >>> out = loss(rows)
-        >>> sum(value for key, value in out.items() if key.startswith("loss_")).backward()
-        >>> actor.weight.grad.abs().sum() > 0
-        tensor(True)
+        >>> loss_module = MultiTurnLoss(actor, entropy_coef=0.01)  # doctest: +SKIP
+        >>> losses = loss_module(rows)  # doctest: +SKIP
+        >>> (losses["loss_objective"] + losses["loss_entropy"]).backward()  # doctest: +SKIP
     """
+
+    aggregation_norm: float | None = None
+    max_idle_updates: int | None = 16
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
@@ -228,15 +225,9 @@ class MultiTurnLoss(LossModule):
         kl_coef: KLCoefficient | None = None,
         kl_kind: KLKind = "k3",
         entropy_coef: float | None = None,
-        temperature: float = 1.0,
-        aggregation_norm: float | None = None,
-        critic: nn.Module | None = None,
-        critic_coef: float = 1.0,
-        clip_value: float | None = None,
+        critic: nn.Module | ValueLoss | None = None,
         freeze_vision: bool = False,
-        max_idle_updates: int | None = 16,
         passes: Passes | None = None,
-        **keywords: Any,
     ) -> None:
         super().__init__()
         causal_lm(actor)
@@ -258,7 +249,6 @@ class MultiTurnLoss(LossModule):
                 "entry ('weights', 'full') instead."
             )
         check_choice("aggregation", aggregation, get_args(Aggregation))
-        check_norm("aggregation_norm", aggregation_norm, aggregation)
         check_choice("sequence", sequence, get_args(Sequences))
         if sequence == "turn" and not any(takes(f, "turns") for f in (objective, *corrections)):
             raise ValueError(
@@ -266,40 +256,29 @@ class MultiTurnLoss(LossModule):
                 f"with a keyword 'turns'; got objective={objective!r}, correction={correction!r}."
             )
         check_choice("kl_kind", kl_kind, get_args(KLKind))
-        check_positive_finite("temperature", temperature)
-        if critic is not None:
-            check_critic(critic)
+        valued = critic if critic is None or isinstance(critic, ValueLoss) else ValueLoss(critic)
+        network = None if valued is None else valued.critic
         if kl_coef is not None:
             kl_coefficient(kl_coef)
         if entropy_coef is not None:
             check_finite("entropy_coef", entropy_coef)
-        check_finite("critic_coef", critic_coef)
-        if clip_value is not None:
-            check_positive("clip_value", clip_value)
-            if critic is None:
-                raise ValueError(f"clip_value needs a critic, got {clip_value} with critic=None.")
         if not isinstance(freeze_vision, bool):
             raise TypeError(f"freeze_vision must be True or False, got {freeze_vision!r}.")
         if freeze_vision:
-            _freeze_vision(causal_lm(actor), critic)
+            _freeze_vision(causal_lm(actor), network)
         self.actor_network = actor
-        self.critic_network = critic
+        self.critic_network = network
         self.objective = objective
         self.corrections = corrections
         self.aggregation: Aggregation = aggregation
-        self.aggregation_norm = aggregation_norm
         self.sequence: Sequences = sequence
         self.clip_epsilon = bounds
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.entropy_coef = entropy_coef
-        self.temperature = temperature
-        self.critic_coef = critic_coef
-        self.clip_value = clip_value
-        if max_idle_updates is not None:
-            check_positive_integer("max_idle_updates", max_idle_updates)
-        self.passes = find_passes(passes, keywords, caller=type(self))
-        self._idle = IdleUpdates(max_idle_updates)
+        self.value_loss = valued
+        self.passes = Passes.checked(passes)
+        self._idle = IdleUpdates()
         self._tokens_in_memory: int | None = None
         self._compared = False
         self._set_in_keys()
@@ -327,7 +306,7 @@ class MultiTurnLoss(LossModule):
             "turns": self.sequence == "turn",
             "group": self.aggregation == "prompt_mean",
             "value_target": self.critic_network is not None,
-            "value": self.clip_value is not None,
+            "value": self.value_loss is not None and self.value_loss.clip_value is not None,
         }
         always = ["action", "attention_mask", "assistant_mask"]
         return always + [name for name, is_needed in needed.items() if is_needed]
@@ -429,7 +408,9 @@ class MultiTurnLoss(LossModule):
         if self._ref_is_optional and tensordict.get(keys.ref_log_probs, None) is not None:
             names.append("ref_log_probs")
         rows, mask = read_inputs(tensordict, keys, names, loss_mask_keys(self))
-        check_temperature(tensordict, keys.sampling_temperature, self.temperature, mask.any(-1))
+        check_temperature(
+            tensordict, keys.sampling_temperature, self.passes.temperature, mask.any(-1)
+        )
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
         if total is None:
@@ -475,13 +456,13 @@ class MultiTurnLoss(LossModule):
         """Compute the losses of rows, and the values of each token that diagnostics read."""
         rows, mask = part.entries, part.mask
         inputs = rows["action"], rows["attention_mask"], mask
-        passes = replace(self.passes, micro_batch_size=None, micro_batch_tokens=None)
+        passes = replace(
+            self.passes, micro_batch_size=None, micro_batch_tokens=None, with_entropy=True
+        )
         # Without a bonus the entropy is only reported: no gradient reaches it.
         log_prob, entropy = row_log_probs(
             self.actor_network,
             *inputs,
-            temperature=self.temperature,
-            with_entropy=True,
             images=part.images,
             passes=passes,
         )
@@ -511,17 +492,17 @@ class MultiTurnLoss(LossModule):
             losses["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(tokens["kl"])
         if self.entropy_coef is not None:
             losses["loss_entropy"] = -self.entropy_coef * reduce(entropy)
-        if self.critic_network is not None:
-            value = row_values(self.critic_network, *inputs, images=part.images, passes=passes)
+        if self.value_loss is not None:
+            value = row_values(self.value_loss.critic, *inputs, images=part.images, passes=passes)
             error, tokens["value_clipped"] = value_loss(
                 value,
                 rows["value_target"],
                 mask,
                 old_value=rows.get("value"),
-                clip_value=self.clip_value,
+                clip_value=self.value_loss.clip_value,
             )
             tokens["value"] = value
-            losses["loss_critic"] = self.critic_coef * reduce(error)
+            losses["loss_critic"] = self.value_loss.coef * reduce(error)
         return losses, tokens
 
     def _parts(self, whole: _Rows, total: float | Tensor) -> list[Tensor]:
@@ -554,12 +535,13 @@ class MultiTurnLoss(LossModule):
     def _count_idle(self, whole: _Rows, trained: list[nn.Parameter]) -> None:
         """Count an update that follows regularisers alone."""
         regularised = self.entropy_coef or (self.kl_coef is not None and not self._ref_is_optional)
-        watched = self._idle.most is not None and regularised and "advantage" in whole.entries
+        watched = self.max_idle_updates is not None and regularised and "advantage" in whole.entries
         if watched and not exchanges_gradients(self.actor_network):
             weight = whole.entries["advantage"]
             for factor in ("correction", "weight"):
                 weight = weight * whole.entries.get(factor, 1.0)
-            self._idle.count(not bool(weight[whole.mask].any()), trained)
+            idle = not bool(weight[whole.mask].any())
+            self._idle.count(idle, trained, self.max_idle_updates)
 
     def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Select the optional entries that the objective takes."""

@@ -149,7 +149,7 @@ class ExperiencePipeline:
         maker = self.maker
         _check_apart(maker)
         scored: dict[str, torch.nn.Module] = {}
-        if maker.old_log_probs == "actor" or maker.with_entropy or maker.ref == "base":
+        if maker.old_log_probs == "actor" or maker.passes.with_entropy or maker.ref == "base":
             scored["actor"] = unwrapped(causal_lm(maker.actor))
         if maker.critic is not None:
             scored["critic"] = unwrapped(maker.critic)

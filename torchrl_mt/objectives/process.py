@@ -1,4 +1,4 @@
-"""A user's functions between rewards and advantages: new rewards, weights, fewer rows.
+"""Functions from rows to rows before advantages are taken: new rewards, weights, fewer rows.
 
 What they may not change is compared; a row stays the row that it was, whatever order it comes back in.
 """
@@ -6,7 +6,7 @@ What they may not change is compared; a row stays the row that it was, whatever 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,15 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_mt.objectives.rows.batch import RowBatch
+from torchrl_mt.objectives.filters import is_filter
+from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_valid
 
 Process = Callable[[TensorDictBase], TensorDictBase]
-"""Function from rows to rows. It gets a copy, under the default keys, with the rewards ``("rewards",
-"shaped")`` ``[N, S]`` and their sum over each row's episode, ``("rewards", "episode")`` ``[N]``."""
+"""Function from rows to rows. It gets a copy of the scored rows, under the default keys, with rewards
+``("rewards", "shaped")`` ``[N, S]`` and their sum over each row's episode, ``("rewards", "episode")``
+``[N]``."""
 
 _ROW: NestedKey = ("rows", "number")
 """Key of each row's number, by which it is known again."""
@@ -38,23 +40,32 @@ _MAY_CHANGE = (_REWARD, ExperienceKeys.valid, ExperienceKeys.weight)
 class Processed:
     """What the functions left."""
 
-    rows: TensorDictBase
-    """The rows that are left, in their order, under the maker's keys."""
-    reward: Tensor
-    """float32 ``[N, S]``."""
-    weight: Tensor | None
-    """Weights of rows ``[N]`` or tokens ``[N, S]``, if a function set some."""
+    number: Tensor
+    """int64 ``[K]``: the rows that are left, in their order."""
+    batch: RowBatch
+    """The same, with what the functions wrote, under the maker's keys."""
+    written: list[NestedKey]
+    """The keys of what they wrote."""
+    reward: Tensor | None
+    """float32 ``[K, S]``; ``None`` if the rows' own returns stand for rewards."""
     metrics: dict[str, float]
     """``process/<name>/dropped_rows`` and ``process/<name>/rejected_rows``."""
 
 
-def process_rows(functions: Sequence[Process], batch: RowBatch, reward: Tensor) -> Processed:
+def process_rows(
+    functions: Sequence[Process],
+    batch: RowBatch,
+    scores: Mapping[str, Tensor],
+    reward: Tensor | None,
+) -> Processed:
     """Call the functions, each with the rows that the one before returned.
 
     Args:
         functions: The functions.
         batch: The rows.
-        reward: ``[N, S]`` float32, zero on masked tokens.
+        scores: What the models said of them, ``[N, S]``, by key name.
+        reward: ``[N, S]`` float32, zero on masked tokens; ``None`` if the rows' own returns stand for
+            rewards.
 
     Returns:
         The rows that are left; the given ones are not changed.
@@ -65,12 +76,19 @@ def process_rows(functions: Sequence[Process], batch: RowBatch, reward: Tensor) 
             episode only, or no row; lacks an entry or changes one that it may not; or its rewards have
             another shape, are not finite or lie on tokens that were not sampled.
     """
-    keys, metrics = batch.keys, {}
-    shown = batch.with_default_keys({"shaped_reward": reward})
+    metrics: dict[str, float] = {}
+    given = dict(scores) if reward is None else {**scores, "shaped_reward": reward}
+    shown = batch.with_default_keys(given)
+    if reward is None:
+        shown.set(EPISODE_SCORE, batch.episode_scores(None))
     shown.set(_ROW, torch.arange(len(batch.episode), device=batch.episode.device))
     whole = torch.bincount(batch.episodes.of_row)
     for function, name in zip(functions, _names(functions), strict=True):
-        shown.set(EPISODE_SCORE, _scores(shown, batch))
+        if reward is not None:
+            shown.set(EPISODE_SCORE, _scores(shown, batch))
+        if is_filter(function):
+            shown = function(shown)
+            continue
         result = _checked(name, function(shown.clone()), shown)
         kept = torch.bincount(batch.episodes.of_row[result[_ROW]], minlength=len(whole))
         torn = ((kept > 0) & (kept < whole)).nonzero()
@@ -90,26 +108,22 @@ def process_rows(functions: Sequence[Process], batch: RowBatch, reward: Tensor) 
         metrics[f"{name}/rejected_rows"] = float((before & ~_valid(result)).sum())
         whole = kept
         shown = result
-    return _left(batch, shown, metrics, keys)
-
-
-def _left(
-    batch: RowBatch, shown: TensorDictBase, metrics: dict[str, float], keys: ExperienceKeys
-) -> Processed:
-    """Take what the functions may change into the maker's rows."""
-    rows = batch.rows[shown[_ROW]]
-    known = set(batch.with_default_keys().keys(True)) | {_ROW, _REWARD, EPISODE_SCORE}
-    for key in _entries(shown):
-        if key not in known and key not in _MAY_CHANGE:
-            rows.set(key, shown.get(key))
-    valid = shown.get(ExperienceKeys.valid, None)
-    if valid is not None:
+    rows, keys = batch.rows[shown[_ROW]], batch.keys
+    known = set(batch.with_default_keys(given).keys(True)) | {_ROW, EPISODE_SCORE}
+    written = [key for key in _entries(shown) if key not in known and key not in _MAY_CHANGE]
+    for key in written:
+        rows.set(key, shown.get(key))
+    if (valid := shown.get(ExperienceKeys.valid, None)) is not None:
         rows.set(keys.valid, valid)
-    weight = shown.get(ExperienceKeys.weight, None)
-    given = batch.rows.get(keys.weight, None)
-    if weight is not None and given is not None and _same(weight, given[shown[_ROW]]):
-        weight = None
-    return Processed(rows, shown[_REWARD].float(), weight, metrics)
+        written.append(keys.valid)
+    left = read_batch(rows, keys)
+    if (weight := shown.get(ExperienceKeys.weight, None)) is not None:
+        weight = weight.float() if weight.ndim == 2 else weight.float().unsqueeze(-1)
+        rows.set(keys.weight, torch.where(left.counted, weight, 0.0))
+        written.append(keys.weight)
+    if reward is not None:
+        reward = torch.where(left.counted, shown[_REWARD].float(), 0.0)
+    return Processed(shown[_ROW], left, written, reward, metrics)
 
 
 def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
@@ -160,6 +174,8 @@ def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
 
 def _check_reward(name: str, rows: TensorDictBase) -> None:
     """Refuse rewards of a wrong form or place."""
+    if rows.get(_REWARD, None) is None:
+        return
     reward, mask = rows[_REWARD], rows[ExperienceKeys.assistant_mask]
     if reward.shape != mask.shape or not reward.is_floating_point():
         raise ValueError(
@@ -242,18 +258,3 @@ def _names(functions: Sequence[Process]) -> list[str]:
         same = sum(other == name or other.startswith(f"{name}#") for other in names)
         names.append(f"{name}#{same + 1}" if same else name)
     return names
-
-
-def find_process(given: Process | Sequence[Process]) -> tuple[Process, ...]:
-    """Return one or several functions as a tuple.
-
-    Raises:
-        TypeError: If one is no function.
-    """
-    functions = (given,) if callable(given) else tuple(given)
-    for one in functions:
-        if not callable(one) or is_tensor_collection(one):
-            raise TypeError(
-                f"process must be a function from rows to rows, or several, got {one!r}."
-            )
-    return functions

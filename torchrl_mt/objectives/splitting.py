@@ -6,7 +6,7 @@ Every row is in exactly one part, with its images. Equal rows give equal parts i
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -18,7 +18,7 @@ from torchrl_mt.objectives.rows.reading import check_like, read_entry, read_epis
 from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.packing import micro_batches as batches_of
 from torchrl_mt.scoring.packing import packs
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 
 Kept = Literal["group", "episode"]
 """Which rows stay together: those of a group, or those of an episode (its forks)."""
@@ -72,7 +72,6 @@ def micro_batches(
     passes: Passes | None = None,
     *,
     process_group: distributed.ProcessGroup | None = None,
-    **keywords: Any,
 ) -> list[TensorDictBase]:
     """Cut rows into the micro-batches of :class:`~torchrl_mt.objectives.MultiTurnLoss`.
 
@@ -87,26 +86,26 @@ def micro_batches(
         process_group: All ranks get as many micro-batches as the one with most; further ones are empty.
             Give it if gradients or parameters are exchanged in each pass (FSDP, DDP): the loss runs the
             model on an empty one too.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Returns:
         One or more TensorDicts.
 
     Raises:
         KeyError: If the rows lack the mask.
-        TypeError: If ``process_group`` is none, or both ``passes`` and keywords are given.
+        TypeError: If ``process_group`` is none.
         RuntimeError: If another rank of ``process_group`` fails.
 
     Examples:
         >>> from tensordict import TensorDict
         >>> attended = torch.arange(5) < torch.tensor([[5], [3], [1], [2]])
         >>> rows = TensorDict({"masks": {"all_attention_mask": attended}}, [4])
-        >>> [len(part) for part in micro_batches(rows, micro_batch_tokens=6)]
+        >>> [len(part) for part in micro_batches(rows, Passes(micro_batch_tokens=6))]
         [1, 2, 1]
-        >>> [len(part) for part in micro_batches(rows, micro_batch_tokens=6, packed=True)]
+        >>> passes = Passes(micro_batch_tokens=6, packed=True)
+        >>> [len(part) for part in micro_batches(rows, passes)]
         [2, 2]
     """
-    passes = find_passes(passes, keywords)
+    passes = Passes.checked(passes)
     check_process_group(process_group)
     if process_group is None:
         return [_take(rows, part) for part in cut(_lengths(rows), passes)]

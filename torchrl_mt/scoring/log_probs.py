@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
-from torchrl_mt.checks import check_mask, check_positive_finite
+from torchrl_mt.checks import check_mask
 from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states, whole_logits
 from torchrl_mt.scoring.packing import ForwardPass, put_back
 from torchrl_mt.scoring.packing_check import passes_over
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import vision_model
 from torchrl_mt.scoring.sharded_head import scores_inside
 from torchrl_mt.scoring.token_log_probs import log_probs_at
@@ -65,12 +65,9 @@ def row_log_probs(
     attention_mask: Tensor,
     mask: Tensor,
     *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
     full_logits: bool = False,
     images: RowImages | None = None,
     passes: Passes | None = None,
-    **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probabilities of the sampled tokens of rows.
 
@@ -87,12 +84,10 @@ def row_log_probs(
         tokens: ``[N, S]`` int64.
         attention_mask: ``[N, S]`` bool, false on padding.
         mask: ``[N, S]`` bool, true on sampled tokens: the ones to score.
-        temperature: Divisor of the logits, in float32.
-        with_entropy: Whether to compute the entropy at the sampled tokens as well.
         full_logits: Compute all logits of a pass at once, as the model itself does.
         images: The rows' images, ``RowImages.of(rows)``; none by default.
-        passes: How rows are cut into forward passes.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
+        passes: How rows are cut into forward passes, the temperature, and whether the entropy at the
+            sampled tokens is computed as well.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[N, S]`` float32 on the device of ``tokens``,
@@ -103,19 +98,18 @@ def row_log_probs(
             does not support packing, or its logits are not one distribution per token; if a row's
             image tokens do not fit its images, or an image token is sampled.
         TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits or
-            takes no ``images``, or both ``passes`` and keywords are given.
+            takes no ``images``.
     """
     model = causal_lm(actor)
-    check_positive_finite("temperature", temperature)
-    passes = find_passes(passes, keywords)
+    passes = Passes.checked(passes)
     vision = vision_model(model)
     barred = () if vision is None else vision.barred
     places, scores = [], []
     for step in passes_over(model, tokens, attention_mask, mask, passes, images):
         places.append(step.place)
-        scores.append(_score(model, step, temperature, with_entropy, passes, full_logits, barred))
+        scores.append(_score(model, step, passes, full_logits, barred))
     log_prob = put_back([x for x, _ in scores], places, tokens)
-    if not with_entropy:
+    if not passes.with_entropy:
         return log_prob, None
     return log_prob, put_back([x for _, x in scores if x is not None], places, tokens)
 
@@ -123,8 +117,6 @@ def row_log_probs(
 def _score(
     model: nn.Module,
     step: ForwardPass,
-    temperature: float,
-    with_entropy: bool,
     passes: Passes,
     full_logits: bool,
     barred: Sequence[int],
@@ -138,8 +130,8 @@ def _score(
             states.bias,
             scale=states.scale,
             softcap=states.softcap,
-            temperature=temperature,
-            with_entropy=with_entropy,
+            temperature=passes.temperature,
+            with_entropy=passes.with_entropy,
             dtype=passes.dtype,
             barred=[token for token in barred if token < len(states.weight)],
         )
@@ -158,7 +150,7 @@ def _score(
         found.flatten(0, 1),
         step.state.to(found.device),
         step.target.to(found.device),
-        temperature=temperature,
-        with_entropy=with_entropy,
+        temperature=passes.temperature,
+        with_entropy=passes.with_entropy,
         barred=[token for token in barred if token < found.shape[-1]],
     )

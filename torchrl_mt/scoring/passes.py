@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from torchrl_mt.checks import did_you_mean
+from torchrl_mt.checks import check_class, check_positive_finite
 
 SCORED_AT_ONCE = 32_768
 """Tokens of a pass that keeps nothing for a backward pass, with ``micro_batch_tokens="auto"``."""
@@ -31,19 +30,24 @@ class Passes:
             a quarter of the device's memory.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision; by default the
             model's own types. Softmax, values and losses are always in float32.
+        temperature: Divisor of a policy's logits, in float32: the sampling temperature.
+        with_entropy: Whether scores of a policy come with its entropies.
 
     Raises:
-        ValueError: If a limit is below 1, or ``dtype`` is not supported.
+        ValueError: If a limit is below 1, ``temperature`` not positive, or ``dtype`` not supported.
 
     Examples:
-        >>> Passes(packed=True)
-        Passes(packed=True, micro_batch_size=None, micro_batch_tokens='auto', dtype=None)
+        >>> passes = Passes(packed=True, temperature=0.7)
+        >>> passes.micro_batch_tokens
+        'auto'
     """
 
     packed: bool = False
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
     dtype: torch.dtype | None = None
+    temperature: float = 1.0
+    with_entropy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "micro_batch_tokens"):
@@ -52,53 +56,24 @@ class Passes:
                 continue
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {limit}.")
+        check_positive_finite("temperature", self.temperature)
         if self.dtype not in AUTOCAST_DTYPES:
             raise ValueError(
                 f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype}; None computes "
                 "in the model's own types."
             )
 
+    @classmethod
+    def checked(cls, passes: Passes | None) -> Passes:
+        """Return an argument ``passes``, or the defaults for ``None``.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        check_class("passes", passes := cls() if passes is None else passes, cls)
+        return passes
+
     @property
     def max_tokens(self) -> int | None:
         """Maximum tokens per pass for scores."""
         return SCORED_AT_ONCE if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
-
-
-def find_passes(
-    passes: Passes | None,
-    keywords: Mapping[str, Any],
-    known: Sequence[str] = ("packed", "micro_batch_size", "micro_batch_tokens", "dtype"),
-    caller: Callable[..., object] | None = None,
-) -> Passes:
-    """Return ``passes``, or make them of keywords among the ``known`` fields.
-
-    Errors suggest the arguments of ``caller``, too.
-
-    Raises:
-        TypeError: If both are given, or a keyword is unknown.
-
-    Examples:
-        >>> find_passes(None, {"packed": True}) == Passes(packed=True)
-        True
-        >>> find_passes(Passes(), {"packed": True})
-        Traceback (most recent call last):
-        TypeError: passes and packed cannot both be given; write passes=Passes(packed=...).
-    """
-    unknown = [name for name in keywords if name not in known]
-    if unknown:
-        raise TypeError(
-            f"{unknown[0]} is no argument; give forward passes as passes=Passes(...) or by the keywords "
-            f"{', '.join(known)}."
-            + (
-                did_you_mean(unknown[0], known)
-                or (did_you_mean(unknown[0], caller) if caller else "")
-            )
-        )
-    if passes is None:
-        return Passes(**keywords)
-    if not isinstance(passes, Passes):
-        raise TypeError(f"passes must be a Passes, got {passes!r}.")
-    if keywords:
-        name = next(iter(keywords))
-        raise TypeError(f"passes and {name} cannot both be given; write passes=Passes({name}=...).")
-    return passes

@@ -15,7 +15,7 @@ from torchrl_mt._hosts.peft import base_of, is_peft_model
 from torchrl_mt.scoring.forward import device_of, run_model
 from torchrl_mt.scoring.packing import put_back
 from torchrl_mt.scoring.packing_check import passes_over
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.vision import RowImages
 
 
@@ -130,7 +130,6 @@ def row_values(
     *,
     images: RowImages | None = None,
     passes: Passes | None = None,
-    **keywords: Any,
 ) -> Tensor:
     """Compute the values of the states in which tokens were sampled.
 
@@ -148,7 +147,6 @@ def row_values(
         images: The rows' images, ``RowImages.of(rows)``; none by default. The critic's ``config`` must
             be that of a supported vision-language model.
         passes: How rows are cut into forward passes.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead: ``packed=True``.
 
     Returns:
         ``[N, S]`` float32 on the device of ``tokens``, zero on masked tokens and on a row's first token.
@@ -157,8 +155,7 @@ def row_values(
         ValueError: If shapes differ, a sampled token is padding, a number is out of range, the critic's
             output has another shape, the critic does not support packing, or a row's image tokens do
             not fit its images.
-        TypeError: If a mask is not boolean, ``critic`` is no module or takes no ``images``, or both
-            ``passes`` and keywords are given.
+        TypeError: If a mask is not boolean, ``critic`` is no module or takes no ``images``.
 
     Examples:
         >>> class Count(nn.Module):
@@ -169,7 +166,7 @@ def row_values(
         tensor([[0., 0., 1., 2.]])
     """
     check_critic(critic)
-    passes = find_passes(passes, keywords)
+    passes = Passes.checked(passes)
     places, values = [], []
     for step in passes_over(critic, tokens, attention_mask, mask, passes, images):
         shape = step.inputs["input_ids"].shape

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_mt.bridges.lightrft import Experience
-from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.objectives import ExperienceMaker, Passes
 
 FIELDS = [
     "sequences",
@@ -28,7 +28,9 @@ class Critic(torch.nn.Module):
 
 @pytest.fixture
 def completed(model, other_model, rows):
-    maker = ExperienceMaker(model, ref=other_model, critic=Critic(), with_entropy=True)
+    maker = ExperienceMaker(
+        model, ref=other_model, critic=Critic(), passes=Passes(with_entropy=True)
+    )
     batch = maker(rows())
     batch["label"] = ["maths", "chat"] * 3
     batch["deep"] = TensorDict({"er": torch.randn(6, 2)}, [6])

@@ -16,7 +16,7 @@ from tests.tiers import first_fast
 from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv, TextStep
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, ValueModel
+from torchrl_mt.objectives import Advantage, ExperienceMaker, MultiTurnLoss, ValueModel
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.transforms import MergeTurns
 
@@ -140,7 +140,7 @@ def test_masked_it_is_as_if_it_were_not_there(engine, model, player, stored, idl
     kept = whole["valid"]
     critic = ValueModel(copy.deepcopy(model.model), 32)
     for kind in ADVANTAGE_KINDS:
-        maker = ExperienceMaker(model, advantage=kind, critic=critic, whiten=True)
+        maker = ExperienceMaker(model, critic=critic, advantage=Advantage(kind, whiten=True))
         with_it, metrics = maker(whole.clone()), maker.metrics
         without = maker(others.clone())
         assert metrics == pytest.approx(maker.metrics, nan_ok=True)

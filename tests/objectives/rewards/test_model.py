@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import Qwen2ForSequenceClassification
 
+from tests.settings import grouped
+from torchrl_mt.objectives import Passes
 from torchrl_mt.objectives.rewards.model import ModelReward
 
 
@@ -33,7 +35,7 @@ def alone(classifier, batch):
 def test_it_is_each_row_alone(classifier, rows, spread, options):
     batch = rows()
     expected = alone(classifier, batch)
-    source = ModelReward(classifier, **options)
+    source = ModelReward(classifier, **grouped(**options))
     torch.testing.assert_close(source(batch), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(source(spread(batch)), expected, atol=1e-5, rtol=1e-5)
 
@@ -91,4 +93,4 @@ def test_models_that_give_no_score_are_refused(classifier, model, rows):
     with pytest.raises(ValueError, match="num_labels=1, got 3"):
         ModelReward(classifier)
     with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        ModelReward(Own("n"), micro_batch_size=0)
+        ModelReward(Own("n"), passes=Passes(micro_batch_size=0))

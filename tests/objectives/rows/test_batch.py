@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import AdaptiveKLController
 
-from torchrl_mt.objectives import ExperienceMaker
+from tests.settings import grouped
+from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes, RewardMix
 from torchrl_mt.objectives.rows.batch import read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 
@@ -41,20 +42,19 @@ def everything(model, other_model, **options):
     def one(rows):
         # Its own kind of score: the episode's, by the entries of the rows.
         assert rows[EPISODE_SCORE].shape == rows.batch_size
-        return rows[EPISODE_SCORE].abs() + rows["log_probs", "old"].abs().sum(-1)
+        rows["weights", "full"] = rows["weights", "full"] * rows[EPISODE_SCORE].abs().unsqueeze(-1)
+        return rows
 
     reward = {"a": [("episode", 1.0), (source, 0.5)], "b": [("episode", 2.0)]}
     return ExperienceMaker(
         model,
         ref=other_model,
         critic=Critic(),
-        reward=reward,
-        reward_transform=lambda reward, mask: reward * 2.0,
+        reward=RewardMix(reward, transform=lambda reward, mask: reward * 2.0),
         kl_coef=0.1,
-        with_entropy=True,
-        filters=["dynamic_sampling", "top_entropy", one],
-        whiten=True,
-        **{"advantage": "gae", **options},
+        passes=Passes(with_entropy=True),
+        process=["dynamic_sampling", "top_entropy", one],
+        **grouped(whiten=True, **{"advantage": "gae", **options}),
     )
 
 
@@ -100,13 +100,13 @@ def test_a_key_may_be_the_flat_parent_of_its_default(model, other_model, rows, n
     assert set(out.keys(True, True)) == set(given) | set(maker.out_keys)
     for key, value in given.items():
         if isinstance(value, torch.Tensor):
-            assert out.get(key) is value
+            assert torch.equal(out.get(key), value)
 
 
 def test_given_returns_may_lie_flat_too(model, rows):
     batch = rows()
     batch["rewards", "to_go"] = torch.randn(6, 12)
-    options = {"advantage": "turn", "filters": "dynamic_sampling"}
+    options = {"advantage": "turn", "process": "dynamic_sampling"}
     expected = ExperienceMaker(model, **options)(batch.clone())
     maker = ExperienceMaker(model, **options)
     keys = clear_of("turn_return")
@@ -122,11 +122,11 @@ def test_the_score_that_filters_are_given_stands_above_all_else(model, rows, key
 
     def one(rows):
         seen.append(rows[EPISODE_SCORE].clone())
-        return torch.ones(len(rows))
+        return rows
 
-    ExperienceMaker(model, filters=one)(rows())
+    ExperienceMaker(model, process=one)(rows())
     batch = rows()
-    maker = ExperienceMaker(model, filters=one)
+    maker = ExperienceMaker(model, process=one)
     keys = {"reward": key, "turn_return": "to_go", "shaped_reward": "shaped"}
     maker.set_keys(**keys)
     maker(renamed(batch, keys))
@@ -191,11 +191,15 @@ def test_what_is_written_to_rejected_rows_is_finite(
         "kl_coef": 0.1,
         "with_entropy": True,
     }
-    maker = ExperienceMaker(Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **options)
+    maker = ExperienceMaker(
+        Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **grouped(**options)
+    )
     out = maker(batch)
     sound = rows(n=9)[kept].clone()
     sound["tokens", "full"] = tokens[kept]
-    expected = ExperienceMaker(model, ref=other_model, critic=Spoiled(), **options)(sound)
+    expected = ExperienceMaker(model, ref=other_model, critic=Spoiled(), **grouped(**options))(
+        sound
+    )
     for key in maker.out_keys:
         assert out[key].isfinite().all(), key
         assert not out[key][~mask].any(), key
@@ -237,7 +241,7 @@ def refused(maker, batch, error, message):
 def test_an_entropy_that_is_no_number_is_named(model, rows, filters):
     batch = rows()
     batch["tokens", "full"][3, 0] = 5
-    maker = ExperienceMaker(Spoiled(model), with_entropy=True, filters=filters)
+    maker = ExperienceMaker(Spoiled(model), passes=Passes(with_entropy=True), process=filters)
     refused(
         maker, batch, ValueError, r"'entropy' must be finite where it counts, got nan in episode"
     )
@@ -253,7 +257,7 @@ HUGE = 3e38
 def test_own_rewards_that_overflow_in_sum_are_named(model, rows, advantage):
     batch = rows()
     batch["rewards", "full"] = torch.where(batch["masks", "all_assistant_mask"], HUGE, 0.0)
-    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, lmbda=1.0)
+    maker = ExperienceMaker(model, critic=Critic(), advantage=Advantage(advantage, lmbda=1.0))
     refused(maker, batch, ValueError, "must be finite where it counts, got .*inf.* in episode")
 
 
@@ -284,7 +288,7 @@ def test_advantages_that_overflow_are_named(model, rows, whiten):
     batch["rewards", "full"] = torch.zeros(mask.shape)
     for n, reward in enumerate((HUGE, -HUGE, 1.0, 2.0)):
         batch["rewards", "full"][n, first_sampled(batch, n)] = reward
-    maker = ExperienceMaker(model, advantage="rloo", whiten=whiten)
+    maker = ExperienceMaker(model, advantage=Advantage("rloo", whiten=whiten))
     refused(maker, batch, ValueError, "'advantage' must be finite where it counts")
 
 
@@ -356,21 +360,11 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
             TypeError,
             r"the result of advantage\(rows\) must be a tensor or numbers",
         ),
-        (
-            {"filters": imaginary},
-            TypeError,
-            r"the weights of filter .*imaginary.* must be real numbers, got torch.complex64",
-        ),
-        (
-            {"filters": nothing},
-            TypeError,
-            "the weights of filter .*nothing.* must be a tensor or numbers, got NoneType",
-        ),
         ({"reward": imaginary}, TypeError, "the answer of reward source 'imaginary' must be real"),
         ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
         ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
     ]:
-        refused(ExperienceMaker(model, **options), rows(), error, message)
+        refused(ExperienceMaker(model, **grouped(**options)), rows(), error, message)
 
 
 def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
@@ -395,32 +389,36 @@ def test_rows_that_were_sampled_at_another_temperature_are_refused(model, rows):
         ExperienceMaker(model), batch, ValueError, r"'temperature'\) 0.5, but temperature is 1.0"
     )
     batch["sampling", "temperature"][1] = torch.nan
-    refused(ExperienceMaker(model, temperature=0.5), batch, ValueError, "at different temperatures")
+    refused(
+        ExperienceMaker(model, passes=Passes(temperature=0.5)),
+        batch,
+        ValueError,
+        "at different temperatures",
+    )
     batch["valid"] = batch["episode"] != batch["episode"][1]
-    assert ExperienceMaker(model, temperature=0.5)(batch)["advantage"].isfinite().all()
+    assert (
+        ExperienceMaker(model, passes=Passes(temperature=0.5))(batch)["advantage"].isfinite().all()
+    )
 
 
 def test_scores_of_given_returns_are_those_of_first_turns(model, rows):
-    """Of each episode its own, which differ, whatever the last turns return."""
+    """Of each episode its own, whatever the last turns return."""
     batch = rows(n=6, suffix_padding=False)
     batch["episode"] = torch.tensor([4, 4, 1, 1, 0, 2])
-    batch["group"] = torch.zeros(6, dtype=torch.long)
+    batch["group"] = torch.tensor([0, 0, 0, 0, 7, 7])
     batch["turns", "full"][[1, 3]] += 30
     mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    batch["rewards", "to_go"] = torch.where(mask, 100.0 * batch["episode"][:, None] - turns, 0.0)
-    seen = []
-
-    def one(rows):
-        seen.append(rows[EPISODE_SCORE])
-        return torch.ones(len(rows))
-
-    ExperienceMaker(model, advantage="turn", filters=one)(batch)
     first = {}
     for n, t in mask.nonzero().tolist():
         e = int(batch["episode"][n])
         first[e] = min(first.get(e, 999), int(turns[n, t]))
-    expected = [100.0 * e - first[e] for e in batch["episode"].tolist()]
-    assert seen[0].tolist() == expected
+    start = torch.tensor([first[e] for e in batch["episode"].tolist()])[:, None]
+    # Both episodes of group 0 begin with 0, those of group 7 do not; all differ later.
+    worth = 100.0 * batch["episode"][:, None] * (turns - start)
+    worth = worth + 5.0 * (batch["episode"] == 2)[:, None]
+    batch["rewards", "to_go"] = torch.where(mask, worth, 0.0)
+    out = ExperienceMaker(model, advantage="turn", process="dynamic_sampling")(batch)
+    assert out["weights", "full"].any(-1).tolist() == [False] * 4 + [True] * 2
 
 
 def test_scores_add_up_in_double_precision(model, rows):
@@ -435,9 +433,9 @@ def test_scores_add_up_in_double_precision(model, rows):
 
     def one(rows):
         seen.append(rows[EPISODE_SCORE])
-        return torch.ones(len(rows))
+        return rows
 
-    ExperienceMaker(model, filters=one)(batch)
+    ExperienceMaker(model, process=one)(batch)
     assert seen[0].tolist() == [1.0, 1.0]
 
 
@@ -458,7 +456,7 @@ def test_an_advantage_that_float32_does_not_hold_is_named(model, rows, whiten):
     def advantage(rows):
         return torch.full(rows["returns"].shape, 1e300, dtype=torch.float64)
 
-    maker = ExperienceMaker(model, advantage=advantage, whiten=whiten)
+    maker = ExperienceMaker(model, advantage=Advantage(advantage, whiten=whiten))
     refused(maker, rows(), ValueError, "'advantage' must be finite where it counts, got inf")
 
 
@@ -470,7 +468,7 @@ def test_whitened_advantages_are_finite_or_refused(model, rows, huge):
         out[2, first_sampled(rows, 2)] = -huge
         return out
 
-    maker = ExperienceMaker(model, advantage=advantage, whiten=True)
+    maker = ExperienceMaker(model, advantage=Advantage(advantage, whiten=True))
     with suppress(ValueError) if huge > 1e35 else nullcontext():
         assert maker(rows())["advantage"].isfinite().all()
 
@@ -484,7 +482,7 @@ def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
     batch["rewards", "full"][1] = torch.where(mask[1], HUGE, 0.0)
     assert int(mask[1].sum()) > 1
     ExperienceMaker(model, gamma=0.01)(batch.clone())
-    maker = ExperienceMaker(model, gamma=0.01, filters="dynamic_sampling")
+    maker = ExperienceMaker(model, gamma=0.01, process="dynamic_sampling")
     refused(
         maker, batch, ValueError, "rewards of an episode must add up to a finite score.*episode 7"
     )
@@ -493,13 +491,13 @@ def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
 def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
     batch = rows()
     batch["sampling", "temperature"] = torch.full((len(batch),), 0.7, dtype=torch.bfloat16)
-    assert "advantage" in ExperienceMaker(model, temperature=0.7)(batch)
+    assert "advantage" in ExperienceMaker(model, passes=Passes(temperature=0.7))(batch)
     batch["masks", "all_assistant_mask"][0] = False
     batch["sampling", "temperature"][0] = torch.nan
-    assert "advantage" in ExperienceMaker(model, temperature=0.7)(batch)
+    assert "advantage" in ExperienceMaker(model, passes=Passes(temperature=0.7))(batch)
     for wrong in (torch.inf, torch.nan):
         with pytest.raises(ValueError, match="temperature must be finite"):
-            ExperienceMaker(model, temperature=wrong)
+            ExperienceMaker(model, passes=Passes(temperature=wrong))
 
 
 def test_a_controller_that_fails_leaves_the_rows_alone(model, other_model, rows):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from torchrl_mt.objectives import ExperienceMaker
+from torchrl_mt.objectives import ExperienceMaker, RewardMix
 from torchrl_mt.objectives.functional import RewardNormalizer
 from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 
@@ -53,7 +53,7 @@ def lock_in(name):
 
 
 LOCKED = {
-    **{f"{name} locked": lock_in(name) for name in ("log_probs", "rewards", "weights")},
+    **{f"{name} locked": lock_in(name) for name in ("log_probs", "rewards")},
     "an element locked": lock_element,
     "log_probs of an element locked": lock_in_element("log_probs"),
     "rewards of an element locked": lock_in_element("rewards"),
@@ -71,7 +71,9 @@ def test_rows_that_are_locked_in_part_are_refused_before_anything_runs(
     before = entries(batch)
     normalizer = RewardNormalizer()
     maker = ExperienceMaker(
-        model, ref=other_model, reward_transform=normalizer, filters="dynamic_sampling"
+        model,
+        ref=other_model,
+        reward=RewardMix("episode", transform=normalizer),
     )
     handle = other_model.register_forward_pre_hook(never, with_kwargs=True)
     with pytest.raises(ValueError, match=r"cannot be given the entry .* is locked.*rows.copy\(\)"):
@@ -80,7 +82,9 @@ def test_rows_that_are_locked_in_part_are_refused_before_anything_runs(
     assert not normalizer.count
     handle.remove()
     out = maker(batch.copy())
-    expected = ExperienceMaker(model, ref=other_model, reward_transform=RewardNormalizer())(rows())
+    expected = ExperienceMaker(
+        model, ref=other_model, reward=RewardMix("episode", transform=RewardNormalizer())
+    )(rows())
     torch.testing.assert_close(out["advantage"], expected["advantage"])
 
 
@@ -89,7 +93,9 @@ def test_rows_that_are_locked_in_part_are_refused_before_anything_runs(
 def test_a_write_that_fails_midway_is_taken_back(
     model, other_model, rows, monkeypatch, lazy, again
 ):
-    maker = ExperienceMaker(model, ref=other_model, reward_transform=RewardNormalizer())
+    maker = ExperienceMaker(
+        model, ref=other_model, reward=RewardMix("episode", transform=RewardNormalizer())
+    )
     batch = maker(rows()) if again else rows()
     batch["rewards", "full"].mul_(3.0)
     batch = stacked(batch) if lazy else batch
@@ -152,10 +158,12 @@ def test_statistics_of_a_module_within_the_transform_are_restored(model, rows):
         raise RuntimeError("late")
 
     transform = Scaled()
-    ExperienceMaker(model, reward_transform=transform)(rows(1))
+    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows(1))
     before = copy.deepcopy(transform.state_dict())
     with pytest.raises(RuntimeError, match="late"):
-        ExperienceMaker(model, reward_transform=transform, advantage=fails)(rows())
+        ExperienceMaker(model, reward=RewardMix("episode", transform=transform), advantage=fails)(
+            rows()
+        )
     assert {k: v.item() for k, v in transform.state_dict().items()} == {
         k: v.item() for k, v in before.items()
     }

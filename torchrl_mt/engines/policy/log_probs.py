@@ -20,6 +20,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing import micro_batches
+from torchrl_mt.scoring.passes import Passes
 
 __all__ = ["LogProbError", "LogProbs", "agrees", "plain_log_probs"]
 
@@ -166,7 +167,7 @@ def plain_log_probs(
         sampled = attended & (position >= starts[batch, None])
         with torch.no_grad():
             log_probs, _ = row_log_probs(
-                model, tokens, attended, sampled, temperature=params.temperature
+                model, tokens, attended, sampled, passes=Passes(temperature=params.temperature)
             )
         for i, row, mask in zip(batch.tolist(), log_probs, sampled, strict=True):
             scores[i] = row[mask].tolist()

@@ -24,7 +24,7 @@ from torchrl_mt.objectives.rewards.sources import RewardSource, ask
 from torchrl_mt.objectives.rows.batch import check_real
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_finite, check_like, read_entry, read_objects
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 
 OWN: Literal["episode"] = "episode"
 DEFAULT = "default"
@@ -63,7 +63,6 @@ class RewardMix(nn.Module):
             missing or ``None``).
         transform: Applied to the sum by :meth:`transformed`; nothing by default.
         passes: How rows are cut into forward passes of reward models.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
         TypeError: If a source has the wrong type.
@@ -94,13 +93,12 @@ class RewardMix(nn.Module):
         *,
         transform: RewardTransform | None = None,
         passes: Passes | None = None,
-        **keywords: Any,
     ) -> None:
         super().__init__()
         self.transform = transform
         self.by_label = isinstance(recipe, Mapping)
         """Whether labels are read."""
-        self.passes = find_passes(passes, keywords)
+        self.passes = Passes.checked(passes)
         self.sources: list[Source] = []
         self.names: list[str] = []
         self.weights: dict[str, dict[int, float]] = {}

@@ -16,7 +16,7 @@ from torchrl_mt.objectives.rows.reading import read_entry
 from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.forward import run_model, scoring_mode
 from torchrl_mt.scoring.packing import micro_batches
-from torchrl_mt.scoring.passes import Passes, find_passes
+from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import RowVision
 from torchrl_mt.vision import RowImages
 
@@ -31,7 +31,6 @@ class ModelReward(nn.Module):
             ``logits``.
         name: Its name in metrics.
         passes: How rows are cut into forward passes; they are never packed.
-        **keywords: Fields of :class:`~torchrl_mt.objectives.Passes` one by one instead.
 
     Raises:
         ValueError: If the model has several labels, or a number is out of range.
@@ -60,7 +59,6 @@ class ModelReward(nn.Module):
         *,
         name: str = "model",
         passes: Passes | None = None,
-        **keywords: Any,
     ) -> None:
         super().__init__()
         labels = getattr(getattr(model, "config", None), "num_labels", 1)
@@ -68,7 +66,7 @@ class ModelReward(nn.Module):
             raise ValueError(f"a reward model must have num_labels=1, got {labels}.")
         self.model = model
         self.name = name
-        self.passes = find_passes(passes, keywords)
+        self.passes = Passes.checked(passes)
 
     def forward(self, rows: TensorDictBase) -> Tensor:
         """Score rows.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, distributed
 
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
@@ -94,10 +94,24 @@ class AllRanks:
             for name in _common_keys(every)
         }
 
-    def own(self, value: Tensor) -> Tensor:
-        """Return this rank's part ``[N, S, ...]`` of values ``[M, W, ...]``."""
-        first = sum(self.counts[: self.rank])
-        return value[first : first + self.counts[self.rank], : self.widths[self.rank]].clone()
+    def is_own(self, number: Tensor) -> Tensor:
+        """Tell which of some rows ``[K]``, numbered as in ``batch``, are of this rank: ``[K]`` bool."""
+        return (number >= self._first) & (number < self._first + self.counts[self.rank])
+
+    def own_rows(self, number: Tensor) -> TensorDictBase:
+        """Take this rank's own rows among those of some numbers ``[K]``, with images and objects."""
+        return self.mine.rows[number[self.is_own(number)] - self._first]
+
+    def own(self, value: Any, number: Tensor) -> Any:
+        """Return this rank's part ``[N, S, ...]`` of values ``[K, W, ...]`` of the rows ``number``."""
+        value = value[self.is_own(number)]
+        per_token = value.ndim > 1 and value.shape[1] == max(self.widths)
+        return value[:, : self.widths[self.rank]].clone() if per_token else value
+
+    @property
+    def _first(self) -> int:
+        """Number of this rank's first row."""
+        return sum(self.counts[: self.rank])
 
 
 def _check_whole_episodes(batch: RowBatch, counts: tuple[int, ...]) -> None:

@@ -77,7 +77,7 @@ WRITERS: dict[NestedKey, str] = {
     ExperienceKeys.group: f"{_MERGED} from the turns' 'group', which the collector writes",
     ExperienceKeys.sample_log_prob: _MADE,
     ExperienceKeys.ref_log_probs: f"{_MADE} when it has a ref",
-    ExperienceKeys.entropy: f"{_MADE} when it has with_entropy=True",
+    ExperienceKeys.entropy: f"{_MADE} with passes=Passes(with_entropy=True)",
     ExperienceKeys.value: f"{_MADE} when it has a critic",
     ExperienceKeys.value_target: _MADE,
     ExperienceKeys.advantage: _MADE,

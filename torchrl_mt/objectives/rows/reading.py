@@ -149,9 +149,9 @@ def check_temperature(
     if not 0 < found < float("inf"):
         raise ValueError(f"{said}: no policy samples at that temperature; drop such rows.")
     raise ValueError(
-        f"{said}. Score rows at the temperature that they were sampled at: set "
-        f"temperature={found:.7g} wherever these rows are scored, and give rows of other temperatures "
-        "to another call."
+        f"{said}. Score rows at the temperature that they were sampled at: give "
+        f"passes=Passes(temperature={found:.7g}) wherever these rows are scored, and rows of others to "
+        "another call."
     )
 
 
