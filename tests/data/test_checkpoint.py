@@ -32,6 +32,7 @@ from torchrl.data import (
 from torchrl.envs.transforms import Transform
 
 from tests.data import versions
+from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
 from tests.failing_calls import Killed, spoil
 from tests.tiers import examples, in_fast_tier, slow
@@ -43,7 +44,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES
 
 
 class Count(Transform):

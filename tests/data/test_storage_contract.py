@@ -19,6 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.llm import History
 
+from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
 from tests.tiers import examples, some_fast
 from torchrl_mt.data import (
@@ -28,7 +29,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.steps import unpack
 
 # ---- episodes of every kind ---------------------------------------------------------------------

@@ -8,9 +8,9 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.handles import HANDLES
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.handles import HANDLES
 
 episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 

@@ -15,11 +15,11 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tests.data.handles import HANDLES
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.data._store.columns.columns import RecordColumn
 from torchrl_mt.data._store.columns.rows import Windows
-from torchrl_mt.data._store.handles import HANDLES
 
 
 def buffer(cls=ReplayBuffer, max_steps=100, seed=0, prefetch=None, batch_size=None, **kwargs):

@@ -18,6 +18,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
+from tests.data.handles import HANDLES, PADDING, numbers_of
 from tests.data.saving import saved
 from tests.tiers import examples
 from torchrl_mt.data import (
@@ -26,7 +27,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
 from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
 from torchrl_mt.data.samplers.priorities.updates import reduce_by_clip
 

@@ -9,13 +9,13 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.tiers import examples, runs
+from tests.data.handles import HANDLES, numbers_of
+from tests.tiers import runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -23,7 +23,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES, numbers_of, resolve_index
 
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),
@@ -217,30 +216,6 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = runs(60)
 TestHandles = Machine.TestCase
-
-
-@examples()
-@given(
-    first=st.integers(0, 2**40),
-    stored=st.integers(0, 20),
-    given_=st.lists(st.tuples(st.booleans(), st.integers(-25, 25)), max_size=6),
-)
-def test_an_index_means_what_a_slow_reading_says(first, stored, given_):
-    index = [HANDLES + max(first + i, 0) if is_handle else i for is_handle, i in given_]
-    expected = []
-    for i in index:
-        if i >= HANDLES:
-            expected.append(i - HANDLES - first)
-        else:
-            expected.append(i + stored if i < 0 else i)
-    forms = (torch.tensor(index, dtype=torch.int64), np.array(index, dtype=np.int64), index)
-    for form in forms:
-        if all(0 <= place < stored for place in expected):
-            found = resolve_index(form, first, stored)
-            assert (found.places.tolist(), found.shape) == (expected, torch.Size([len(index)]))
-        else:
-            with pytest.raises(IndexError):
-                resolve_index(form, first, stored)
 
 
 @pytest.fixture
