@@ -71,6 +71,7 @@ SAMPLERS = {
     "each episode": lambda: EpisodeSampler(replacement=False),
     "groups": lambda: EpisodeSampler(group_key="group"),
     "each group": lambda: EpisodeSampler(group_key="group", replacement=False),
+    "each whole group": lambda: EpisodeSampler(group_key="group", replacement=False, group_size=2),
     "steps": lambda: RandomSampler(),
     "each step": lambda: SamplerWithoutReplacement(),
     "each step, no rest": lambda: SamplerWithoutReplacement(drop_last=True),
