@@ -177,32 +177,6 @@ def test_a_flipped_bit_is_found_and_its_file_named(make, kind, tmp_path):
 # ---- a storage alone ----------------------------------------------------------------------------
 
 
-def test_a_storage_replaces_its_files_as_a_whole(make, tmp_path, monkeypatch):
-    storages = [EpisodeStorage(20), EpisodeStorage(20)]
-    for seed, storage in enumerate(storages):
-        storage.append(make.vectors([4 + seed], seed=seed))
-    (tmp_path / "mine").write_text("")
-    storages[0].dumps(tmp_path)
-    names = {each.name for each in tmp_path.iterdir()}
-    assert names == {"mine", "checkpoint-1"}
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="No space"):
-            storages[1].dumps(tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == names
-    same = EpisodeStorage(20)
-    same.loads(tmp_path)
-    assert make.steps(same[:]) == make.steps(storages[0][:])
-    storages[1].dumps(tmp_path)
-    assert len(list(tmp_path.iterdir())) == len(names)
-    same.loads(tmp_path)
-    assert make.steps(same[:]) == make.steps(storages[1][:])
-
-
 # ---- mapped -------------------------------------------------------------------------------------
 
 
