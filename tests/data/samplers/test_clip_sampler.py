@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict import lazy_stack as stack
 from torchrl.data import (
-    LazyTensorStorage,
     ReplayBuffer,
-    SliceSampler,
     TensorDictReplayBuffer,
 )
 
@@ -218,32 +216,6 @@ def test_the_selector_chooses(make, layout, stride):
     other.load_state_dict(state)
     other.sample(rb.storage, 10)
     assert calls.pop()[0] == 4
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
-def test_marks_are_those_of_slice_sampler(make, cls, form):
-    data = make.vectors([6, 9, 5])
-    ours = buffer(cls, **form)
-    theirs = cls(storage=LazyTensorStorage(100), sampler=SliceSampler(**form))
-    ours.extend(data.clone())
-    theirs.extend(data.clone())
-    (a, info_a), (b, info_b) = (rb.sample(20, return_info=True) for rb in (ours, theirs))
-    assert set(info_a) == {"index"}
-    assert a.batch_size == b.batch_size
-    assert set(a.keys(True, True)) == set(b.keys(True, True))
-    for key in info_b.keys() - {"index"}:  # where SliceSampler's marks are
-        assert a[key].shape == info_b[key].shape
-        assert a[key].dtype == info_b[key].dtype
-    stored, index = ours[:], ours.storage.places(info_a["index"])
-    ends = torch.arange(20) % 4 == 3
-    assert torch.equal(a["next", "truncated"].squeeze(-1), ends)
-    done = stored["next", "done"][index].squeeze(-1)
-    assert torch.equal(a["next", "done"].squeeze(-1), ends | done)
-    assert torch.equal(a["next", "terminated"], stored["next", "terminated"][index])
-    starts = torch.arange(20) % 4 == 0
-    assert torch.equal(a["is_init"].squeeze(-1), starts | stored["is_init"][index].squeeze(-1))
-    assert torch.equal(a["done"], stored["done"][index])
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
@@ -265,25 +263,3 @@ def test_what_is_not_stored_is_said(stored):
         stored[HANDLES - 1]
     with pytest.raises(TypeError, match=r"integer dtype, got torch\.float64"):
         stored[[float(HANDLES + 4)]]
-
-
-@pytest.mark.slow
-def test_handles_go_through_a_checkpoint_to_another_process(stored, tmp_path):
-    rb = ReplayBuffer(storage=stored, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2))
-    handles = torch.arange(7) + HANDLES + 3
-    assert rb[handles]["number"].tolist() == list(range(3, 10))
-    rb.dumps(tmp_path / "checkpoint")
-    code = f"""
-import torch
-from torchrl.data import ReplayBuffer
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-rb = ReplayBuffer(
-    storage=EpisodeStorage(7), writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2)
-)
-rb.loads({str(tmp_path / "checkpoint")!r})
-print(rb[torch.arange(7) + {HANDLES + 3}]["number"].tolist())
-sample, info = rb.sample(4, return_info=True)
-print((rb.storage.places(info["index"]) + 3).tolist() == sample["number"].tolist())
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.split("\n")[:2] == [str(list(range(3, 10))), "True"], out.stderr

@@ -352,18 +352,6 @@ def test_ppo_on_clips(layout):
     torch.testing.assert_close(clips["advantage"], advantage, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_slices_of_a_thread_that_samples_while_another_writes(make, meanwhile, cls):
-    rb = buffer(SliceSampler(slice_len=3, traj_key=KEY), cls=cls, max_steps=20, prefetch=2)
-    rb.extend(make.vectors([6, 5]))
-    with meanwhile(lambda k: rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k + 2))):
-        for _ in range(60):
-            clips = rb.sample().view(4, 3)
-            assert (clips[KEY].diff() == 0).all()
-            assert (clips["step"].diff() == 1).all()
-            assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
-
-
 def env_maker():
     # A local function is sent to other processes by value: they cannot import the tests.
     def env():

@@ -130,21 +130,6 @@ def test_large_samples_arrive_whole(make):
         assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 
 
-@needs_fork
-def test_what_a_forked_worker_writes_stays_there(make):
-    rb = buffer()
-    rb.extend(make.vectors([6, 5]))
-
-    class Writes(Clips):
-        def __iter__(self):
-            self.rb.extend(make.vectors([7], first_id=2))
-            return super().__iter__()
-
-    for _, sample in loader(Writes(rb), "fork", workers=1):
-        assert len(sample) == 4 * SPAN
-    assert rb.storage.lengths.tolist() == [6, 5]
-
-
 def test_spawned_workers_are_refused_with_the_ways_out(make):
     rb = buffer()
     rb.extend(make.vectors([6, 5, 7]))
