@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import datasets
 import pytest
@@ -206,10 +205,3 @@ def test_too_much_for_one_episode_is_refused_by_name(tmp_path, monkeypatch):
         out.write_episode({"tokens": tokens, "x": [3, 4]})
     dataset = EpisodeDataset(path)
     assert [episode["x"].tolist() for episode in dataset.episodes()] == [[1, 2], [3, 4]]
-
-
-def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[arrow\]'"):
-        open_episodes(tmp_path / "x", format="arrow")
-    assert not (tmp_path / "x").exists()
