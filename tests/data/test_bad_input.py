@@ -81,6 +81,11 @@ WRITES = {
         ValueError,
         "'observation' must be a dense tensor with values, got .* on device meta",
     ),
+    "a sparse entry of an open episode": (
+        lambda: batch(False, False, ids=[9, 9], observation=torch.eye(2).to_sparse()),
+        ValueError,
+        "'observation' must be a dense tensor with values, got layout",
+    ),
     "an open episode too long": (
         lambda: batch(*[False] * (MAX_STEPS + 1), ids=[5] * 13),
         ValueError,

@@ -73,14 +73,6 @@ def test_it_is_what_appending_each_would_have_done(
         assert storage.metadata(i) == expected.metadata(i)
 
 
-def test_of_a_batch_beyond_the_budget_the_newest_keep_their_metadata(make):
-    storage = EpisodeStorage(1000, max_episodes=2)
-    dataset = WithMetadata(make.split(make.vectors([3, 2, 4, 1])))
-    assert storage.extend_from(dataset) == 4
-    assert storage.lengths.tolist() == [4, 1]
-    assert [storage.metadata(i) for i in range(2)] == [{}, {"number": 3}]
-
-
 def test_it_reads_a_bounded_number_of_steps_ahead(make, monkeypatch):
     monkeypatch.setattr(dataset_episodes, "_STEPS_AT_A_TIME", 10)
     dataset, stored = Episodes(make.split(make.vectors([4] * 9))), []

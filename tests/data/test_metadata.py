@@ -3,16 +3,13 @@
 import weakref
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.data.saving import HOW, saved
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.store import EpisodeStore
 
 values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.floats(0, 1), max_size=2)
 metadata = st.none() | st.dictionaries(st.text(max_size=3), values, max_size=3)
@@ -111,20 +108,6 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     assert alive() is None
 
 
-@pytest.mark.parametrize("how", ["load_memmap", "state_dict"])
-def test_a_smaller_budget_keeps_the_metadata_of_what_it_keeps(make, tmp_path, how):
-    storage, same = EpisodeStorage(20), EpisodeStorage(20, max_episodes=2)
-    for i in range(4):
-        storage.append(make.vectors([3], first_id=i), {"number": i})
-    if how == "load_memmap":
-        storage.dumps(tmp_path)
-        same = EpisodeStorage.load_memmap(tmp_path, max_episodes=2)
-    else:
-        same.load_state_dict(storage.state_dict())
-    assert pairs(same) == [(2, {"number": 2}), (3, {"number": 3})]
-    assert len(same.table.metadata) == 2  # that of the others is not kept
-
-
 @pytest.mark.parametrize("given", ["demonstration", [("a", 1)], 3])
 def test_metadata_that_is_no_dict_is_refused(make, given):
     storage = EpisodeStorage(20)
@@ -146,30 +129,12 @@ def test_a_refused_episode_leaves_no_metadata(make, refused):
     assert pairs(storage) == [(0, {"a": 1})]
 
 
-@pytest.mark.parametrize("how", ["dumps", "state_dict", "load_memmap"])
-def test_checkpoints_without_metadata_load(make, monkeypatch, tmp_path, how):
+def test_states_without_metadata_load(make):
     """As versions before metadata wrote them."""
-    parts = EpisodeStore.parts
-
-    def without(store):
-        return {name: part for name, part in parts(store).items() if name != "metadata"}
-
-    monkeypatch.setattr(EpisodeStore, "parts", without)
     storage, other = EpisodeStorage(20), EpisodeStorage(20)
     storage.append(make.vectors([3]), {"a": 1})
     other.append(make.vectors([4]), {"b": 2})
-    if how == "load_memmap":
-        storage.dumps(tmp_path)
-        other = EpisodeStorage.load_memmap(tmp_path)
-    else:
-        other = saved(storage, how, tmp_path, other)
+    state = storage.state_dict()
+    del state["metadata"]
+    other.load_state_dict(state)
     assert pairs(other) == [(0, {})]
-    assert torch.equal(other[:]["action"], storage[:]["action"])
-
-
-def test_metadata_shares_nothing_with_what_was_given_or_returned():
-    storage, seeds = EpisodeStorage(10), {"seeds": [1]}
-    storage.append(TensorDict({"action": torch.arange(2)}, [2]), seeds)
-    seeds["seeds"].append(2)
-    storage.metadata(0)["seeds"].append(3)
-    assert storage.metadata(0) == {"seeds": [1]}

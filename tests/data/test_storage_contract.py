@@ -19,6 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.llm import History
 
+from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
 from tests.tiers import examples, some_fast
 from torchrl_mt.data import (
@@ -28,8 +29,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES
-from torchrl_mt.data._store.steps import unpack
 
 # ---- episodes of every kind ---------------------------------------------------------------------
 
@@ -58,14 +57,17 @@ def conversations(lengths, seed=0, first_id=0):
     return lazy_stack(steps)
 
 
-def things(lengths, seed=0, first_id=0):
-    """Steps with Python objects: text, nested lists and dicts, None, and messages."""
+def things(lengths, seed=0, first_id=0, most=1):
+    """Steps with Python objects: text, nested lists and dicts, None, and up to ``most`` messages."""
     steps = []
     for i, length in enumerate(lengths, first_id):
         for t in range(length):
             name = f"{seed}.{i}.{t}"
-            message = History(role="user", content=name, tool_calls=[{"name": name}])
-            entries = {"text": name, "plan": [["a", [t]], {"k": (t, None)}], "message": message}
+            n = 1 + t % most
+            calls = [[{"name": name, "arguments": {"a": t}}]] * n if t % 2 else None
+            message = History(["user"] * n, [name] * n, tool_calls=calls, batch_size=[n])
+            entries = {"text": name, "plan": [["a", [t]], [], {"k": (t, None)}], "message": message}
+            entries |= {"both": lazy_stack([message, message[:1]])}
             done = torch.tensor([t + 1 == length])
             entries |= {"none": None, "episode": torch.tensor(i), "next": {"done": done}}
             steps.append(TensorDict(entries))
@@ -233,6 +235,13 @@ def test_ours_and_torchrls_are_read_alike(make, cls, kind):
     for beyond in (8, 20):
         with pytest.raises(IndexError):
             held[beyond]
+    sample = held.sample()
+    held.extend(sample.clone())
+    assert make.unmarked(make.steps(held[8:])) == make.unmarked(make.steps(sample))
+    held.empty()
+    assert len(held) == 0
+    held.extend(data.clone())
+    assert make.steps(held[:]) == stored
 
 
 @each_kind
@@ -320,10 +329,9 @@ def test_it_is_a_queue_of_whole_episodes(make, kit, kind, lengths, budget):
 
 @each_kind
 def test_many_episodes_at_once_are_stored_as_one_by_one(make, kit, episodes):
-    together, one_by_one = kit.new(6), kit.new(6)
-    data, lengths = episodes([3, 4, 2, 1, 3]), torch.tensor([3, 4, 2, 1, 3])
+    together, one_by_one, data = kit.new(6), kit.new(6), episodes([3, 4, 2, 1, 3])
     if kit.cls is None:
-        together.append_all(unpack(data), lengths)
+        ReplayBuffer(storage=together, writer=EpisodeWriter()).extend(data.copy())
     else:
         write(make, together, data)
     for episode in make.split(data):
@@ -394,17 +402,6 @@ def test_emptying_keeps_the_schema(make, kit, episodes):
     assert make.steps(held[:]) == make.steps(data)
 
 
-@each_storage
-def test_torchrls_are_emptied_too(make, cls):
-    held = on(cls)
-    for seed in range(2):
-        data = make.vectors([3, 4], seed=seed)
-        held.extend(data.clone())
-        assert make.steps(held[:]) == make.steps(data)
-        held.empty()
-        assert len(held) == 0
-
-
 # ---- handles ------------------------------------------------------------------------------------
 
 
@@ -454,6 +451,16 @@ def test_what_is_loaded_is_what_was_saved(make, kit, how, kind, tmp_path):
     assert everything(make, held) == before
     write(make, held, more)
     assert everything(make, same) == everything(make, held) != before
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_histories_of_any_length_are_loaded(make, how, tmp_path):
+    held, data = KITS["ReplayBuffer"].new(), things([4, 1, 3], most=3)
+    held.extend(data)
+    same = saved(held, how, tmp_path, KITS["ReplayBuffer"].new(), trust=True)
+    for each in (held, same):
+        assert make.steps(each[:]) == make.steps(data)
+        assert isinstance(each[2]["message"], History)
 
 
 @each_storage
@@ -528,12 +535,3 @@ def test_a_sample_can_be_written_back(make, kit, episodes):
         rb.extend(sample)
         assert make.steps(rb[:11]) == before
         assert make.unmarked(make.steps(rb[11:])) == expected
-
-
-@each_storage
-def test_torchrls_take_a_sample_too(make, cls):
-    rb = on(cls)
-    rb.extend(make.vectors([3, 4]))
-    sample = rb.sample()
-    rb.extend(sample.clone())
-    assert make.unmarked(make.steps(rb[7:])) == make.unmarked(make.steps(sample))

@@ -8,9 +8,9 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.data.handles import HANDLES
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.handles import HANDLES
 
 episode_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 
@@ -93,25 +93,6 @@ def test_rows_of_batches_are_environments(make, data, with_ids, turns):
     assert [make.steps(e) for e in rb.storage.episodes()] == [make.steps(e) for e in expected]
 
 
-def test_an_id_that_comes_back_starts_another_episode(make):
-    rb = buffer()
-    data = make.vectors([3, 2])
-    data["episode"].zero_()
-    rb.extend(data[:4])
-    assert rb.storage.lengths.tolist() == [3]
-    rb.extend(data[4:])
-    assert rb.storage.lengths.tolist() == [3, 2]
-
-
-def test_truncation_and_termination_end_an_episode_too():
-    for flag in ("terminated", "truncated"):
-        rb = buffer()
-        end = torch.tensor([False, True, False])
-        rb.extend(TensorDict({"x": torch.arange(3), "next": {flag: end}}, [3]))
-        assert rb.storage.lengths.tolist() == [2]
-        assert len(rb.writer.open_episodes) == 1
-
-
 def test_steps_can_be_added_one_by_one(make):
     for maker in (make.vectors, make.turns):
         for cls in (ReplayBuffer, TensorDictReplayBuffer):
@@ -119,14 +100,6 @@ def test_steps_can_be_added_one_by_one(make):
             index = [rb.add(step.clone()) for step in data.unbind(0)]
             assert index == [None, None, HANDLES + 2, None, HANDLES + 4]
             assert make.steps(rb[:]) == make.steps(data)
-
-
-def test_one_step_of_several_environments_can_be_added(make):
-    rb = buffer()
-    rows = [make.vectors([3], seed=s).exclude("episode") for s in range(2)]
-    for t in range(3):
-        rb.add(torch.stack([row[t] for row in rows]))
-    assert [make.steps(e) for e in rb.storage.episodes()] == [make.steps(r) for r in rows]
 
 
 def test_flush_stores_open_episodes_as_truncated(make):
@@ -146,11 +119,13 @@ def test_flush_stores_open_episodes_as_truncated(make):
 
 
 @pytest.mark.parametrize("turns", [True, False])
-def test_open_episodes_do_not_change_with_the_callers_data(make, turns):
+def test_open_episodes_do_not_change_with_what_was_given_or_read(make, turns):
     rb, data = buffer(), (make.turns if turns else make.vectors)([4])
     first = data[:2].clone()
     rb.extend(first)
     first.zero_()
+    if not turns:
+        rb.writer.open_episodes[0].zero_()
     rb.extend(data[2:])
     assert make.steps(rb[:]) == make.steps(data)
 
@@ -167,17 +142,6 @@ def test_transform_runs_once_on_each_whole_episode(make):
         rb.extend(piece)
     assert seen == [3, 4]
     assert rb[:]["length"].tolist() == [3] * 3 + [4] * 4
-    rb = buffer(transform=lambda episode: None)
-    with pytest.raises(TypeError, match="transform must return an episode"):
-        rb.extend(data)
-
-
-def test_what_is_given_out_does_not_change_open_episodes(make):
-    rb, data = buffer(), make.vectors([4])
-    rb.extend(data[:2])
-    rb.writer.open_episodes[0].zero_()
-    rb.extend(data[2:])
-    assert make.steps(rb[:]) == make.steps(data)
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -293,15 +257,6 @@ def test_a_transform_of_many_episodes_stores_what_one_by_one_would(make, data, l
     assert alone.writer.transform.calls == len(lengths)
 
 
-def test_a_transform_of_many_episodes_must_return_as_many(make):
-    rb = buffer(transform=Cut(True))
-    rb.writer.transform.keep = 0
-    with pytest.raises(ValueError, match="given 2 whole episodes and must return as many, got 0"):
-        rb.extend(make.vectors([3, 4]))
-    assert len(rb) == 0
-    assert rb.writer.open_episodes == {}
-
-
 def test_a_tensordict_buffer_marks_what_is_stored(make):
     rb = buffer(TensorDictReplayBuffer)
     data = make.vectors([3, 4])
@@ -314,35 +269,6 @@ def test_a_tensordict_buffer_marks_what_is_stored(make):
     batch["next", "done"][0] = True
     index = rb.extend(batch.reshape(-1))
     assert index.tolist() == [HANDLES + i for i in (11, 12, 13, 14)]
-
-
-def test_bad_batches_are_refused_by_name(make):
-    rb, data = buffer(), make.vectors([3, 2])
-    rb.extend(data[:2])
-    for bad, error, message in (
-        (data[0], ValueError, "use add"),
-        (data[:4].exclude("episode"), ValueError, "episodes are open that were told apart by"),
-        (data.clone().set("episode", torch.zeros(5, 2)), ValueError, "one integer id per step"),
-    ):
-        with pytest.raises(error, match=message):
-            rb.writer.extend(bad)
-        assert make.steps(rb.writer.open_episodes[0]) == make.steps(data[:2])
-    with pytest.raises(KeyError, match="traj_key 'traj' is not in the data"):
-        buffer(traj_key="traj").extend(data)
-    rb = buffer()
-    rb.extend(data.exclude("episode", ("next", "done"), ("next", "truncated"))[:2])
-    with pytest.raises(ValueError, match=r'need \("next", "truncated"\)'):
-        rb.writer.flush()
-    assert len(rb.writer.open_episodes) == 1
-
-
-def test_traj_key_can_be_chosen(make):
-    rb, data = buffer(traj_key=("my", "id")), make.vectors([3, 2])
-    ids = data.pop("episode").clone()
-    data["my"] = TensorDict({"id": ids[:, None]}, [5])
-    data["episode"] = torch.arange(5)
-    rb.extend(data[torch.tensor([0, 3, 1, 4, 2])])
-    assert rb.storage.lengths.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
@@ -363,6 +289,18 @@ def test_padding_of_split_trajectories_is_left_out(make, cls):
     assert kept["collector", "mask"].all()
     del kept["collector", "mask"]
     assert make.steps(kept) == make.steps(data)
+
+
+@pytest.mark.parametrize("flag", ["done", "terminated", "truncated"])
+def test_an_id_that_comes_back_after_an_end_starts_another_episode(make, flag):
+    rb, end = buffer(traj_key=("my", "id")), torch.tensor([0, 0, 1, 0, 1])[:, None] > 0
+    data = TensorDict({"my": {"id": torch.zeros(5, 1).int()}, "next": {flag: end}}, [5])
+    data["episode"] = torch.arange(5)
+    rb.extend(data[:4])
+    assert rb.storage.lengths.tolist() == [3]
+    assert rb.writer.open_lengths == {0: 1}
+    rb.extend(data[4:])
+    assert rb.storage.lengths.tolist() == [3, 2]
 
 
 def rows(*done):
@@ -429,16 +367,6 @@ def test_a_transform_may_yet_make_a_long_open_episode_short():
     assert rb.storage.lengths.tolist() == [1]
 
 
-def test_an_error_of_the_transform_tells_the_episode():
-    def fail(episode):
-        raise RuntimeError("no reward model")
-
-    rb = buffer(transform=fail)
-    with pytest.raises(RuntimeError, match="no reward model") as caught:
-        rb.extend(TensorDict({"episode": torch.tensor([7]), "next": {"done": torch.ones(1)}}, [1]))
-    assert "episode 7" in "".join(getattr(caught.value, "__notes__", ["episode 7"]))
-
-
 def test_emptying_waits_for_the_batch_that_is_being_written():
     begun, emptied = threading.Event(), threading.Event()
 
@@ -477,19 +405,6 @@ def test_the_form_of_the_indices_is_that_of_the_buffer_that_writes():
     assert ages(plain, plain.extend(rows([1, 1, 0]))) == [6, 7, 8]
 
 
-def test_a_list_of_steps_is_refused_with_what_to_do():
-    with pytest.raises(TypeError, match=r"got list: .*torch.stack.*lazy_stack"):
-        buffer().extend(list(rows([0, 1])[0].unbind(0)))
-
-
-def test_nested_tensors_in_rows_are_refused():
-    batch = rows([0, 1], [0, 1])
-    ragged = [torch.zeros(2, 3), torch.zeros(2, 5)]
-    batch._tensordict["y"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
-    with pytest.raises(ValueError, match=r"'y' is a nested tensor.*lazy_stack"):
-        buffer().extend(batch)
-
-
 FIRST = [  # Steps of an open episode, and a whole episode that they cannot be stored beside.
     (torch.arange(2), torch.rand(3)),
     (torch.zeros(2, 3), torch.zeros(4, 4)),
@@ -521,13 +436,6 @@ def test_a_whole_episode_fixes_no_schema_that_open_ones_lack(held, whole):
     assert other.storage.num_episodes == 1
 
 
-def test_a_whole_episode_with_other_keys_waits_for_the_open_one():
-    rb = buffer()
-    rb.extend(of_one(0, torch.arange(2), done=False, more=torch.arange(2)))
-    with pytest.raises(ValueError, match=r"open episode 0 .*'more'"):
-        rb.extend(of_one(1, torch.arange(3), done=True))
-
-
 def test_a_whole_episode_of_varying_shapes_may_be_the_first():
     rb = buffer()
     rb.extend(of_one(0, torch.zeros(2, 3), done=False))
@@ -535,3 +443,85 @@ def test_a_whole_episode_of_varying_shapes_may_be_the_first():
     rb.extend(lazy_stack(steps))
     rb.extend(of_one(0, torch.zeros(2, 3), done=True))
     assert rb.storage.num_episodes == 2
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def nested():
+    batch = rows([0, 1], [0, 1])
+    ragged = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    batch._tensordict["y"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+    return batch
+
+
+def without_truncated():
+    rb = buffer()
+    rb.extend(TensorDict({"next": {"terminated": torch.zeros(2, 1).bool()}}, [2]))
+    return rb.writer.flush()
+
+
+def failing(episode):
+    raise RuntimeError("no reward model")
+
+
+WHOLE = of_one(7, torch.arange(3), done=True)
+
+
+def on_open(data):
+    """Write beside open steps that were told apart by ids."""
+    rb = buffer()
+    rb.extend(of_one(0, torch.arange(2), done=False, more=torch.arange(2)))
+    before = rb.writer.open_episodes[0]
+    try:
+        rb.extend(data)
+    finally:
+        assert (rb.writer.open_episodes[0] == before).all()
+        assert len(rb) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: on_open(WHOLE[0]), ValueError, "use add"),
+        (
+            lambda: on_open(of_one(0, torch.arange(2), done=False).exclude("episode")),
+            ValueError,
+            "are open that were told apart by",
+        ),
+        (
+            lambda: on_open(WHOLE.clone().set("episode", torch.zeros(3, 2))),
+            ValueError,
+            "one integer id per step",
+        ),
+        (lambda: on_open(WHOLE), ValueError, "open episode 0 .*'more'"),
+        (
+            lambda: buffer(traj_key="traj").extend(WHOLE),
+            KeyError,
+            "traj_key 'traj' is not in the d",
+        ),
+        (without_truncated, ValueError, r'need \("next", "truncated"\)'),
+        (
+            lambda: buffer().extend(list(WHOLE.unbind(0))),
+            TypeError,
+            "got list: .*torch.stack.*lazy_stack",
+        ),
+        (lambda: buffer().extend(nested()), ValueError, "'y' is a nested tensor.*lazy_stack"),
+        (
+            lambda: buffer(transform=lambda _: None).extend(WHOLE),
+            TypeError,
+            "must return an episode",
+        ),
+        (
+            lambda: buffer(transform=Cut(True, keep=0)).extend(torch.cat([WHOLE, WHOLE])),
+            ValueError,
+            "given 2 whole episodes and must return as many, got 0",
+        ),
+        (lambda: buffer(transform=failing).extend(WHOLE), RuntimeError, "no reward model"),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call()
+    if error is RuntimeError:
+        assert "episode 7" in "".join(getattr(caught.value, "__notes__", ["episode 7"]))

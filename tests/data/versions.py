@@ -1,13 +1,11 @@
 """Buffers whose every part is told by one number, to see whether a checkpoint is of one piece.
 
-Run as a program, it has children save them and kills them: ``python versions.py SCENARIO FOLDER``.
+Run as a program, it has several processes save and load them: ``python versions.py FOLDER``.
 """
 
-import json
-import os
-import random
-import signal
+import multiprocessing
 import sys
+from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -92,98 +90,28 @@ def unfinished(path):
     return list(path.glob("checkpoint-*.tmp"))
 
 
-def child(work):
-    """Run ``work`` in a forked process."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
-def after_calls(count, then):
-    """Call ``then`` once this thread has made so many function calls."""
-    left = iter(range(count))
-
-    def called(frame, event, arg):
-        if event in ("call", "c_call") and next(left, None) is None:
-            sys.setprofile(None)
-            then()
-
-    sys.setprofile(called)
-
-
-def calls_of_a_save(path):
-    """How many function calls a save makes."""
-    version(0).dumps(path)  # the first makes more
-    made = iter(range(10**9))
-    sys.setprofile(lambda *_: next(made))
-    version(0).dumps(path)
-    sys.setprofile(None)
-    return next(made) // 2  # calls and returns
-
-
-def kills(path, times=40):
-    """Kill savers at random points of their work.
-
-    Returns:
-        for each, the last version that was said to be saved, the one that was found (None if there
-        was no checkpoint), and how many unfinished ones there are.
-    """
-    draw, found, number = random.Random(0), [], 0
-    calls = calls_of_a_save(path.parent / "trial")
-    for attempt in range(times):
-        told, tell = os.pipe()
-        # The first is killed in its first save, so that there may be no checkpoint.
-        saves = draw.uniform(0, 3.5) if attempt else draw.random()
-
-        def save(first=number + 1, tell=tell, calls=int(saves * calls)):
-            after_calls(calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            for k in range(first, first + 1000):
-                version(k).dumps(path)
-                os.write(tell, b".")
-
-        pid = child(save)
-        os.close(tell)
-        os.waitpid(pid, 0)
-        said = number
-        while dots := os.read(told, 1000):
-            said += len(dots)
-        os.close(told)
-        left = len(unfinished(path))
-        try:
-            number = loaded_version(path)
-        except FileNotFoundError:
-            found.append((said, None, left))
-        else:
-            found.append((said, number, left))
-    return found
-
-
 def together(path, times=15):
-    """Several save to one folder and one loads, all at once; whether each got to its end."""
+    """Several save to one folder and one loads, all at once."""
     version(1).dumps(path)
 
     def save(first):
         for k in range(first, first + times):
             version(k).dumps(path)
 
-    def load():
+    def load(_):
         for _ in range(2 * times):
             loaded_version(path)
 
-    pids = [child(lambda: save(10)), child(lambda: save(100)), child(load)]
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return {"ends": ends, "found": loaded_version(path)}
+    fork = multiprocessing.get_context("fork")
+    works = [(save, 10), (save, 100), (load, 0)]
+    workers = [fork.Process(target=work, args=[first]) for work, first in works]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+        assert each.exitcode == 0
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     torch.set_num_threads(1)
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
-    print(json.dumps(kills(folder) if scenario == "kills" else together(folder)))
+    together(Path(sys.argv[1]))

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack
 from torchrl_mt.datasets import save_episodes
 
+from .episodes import Objects, Rows, Steps, pack
 from .every_format import LOSSLESS, new_path
 
 DATASETS = Path(__file__).with_name("earlier_datasets.zip")

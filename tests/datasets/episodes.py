@@ -1,4 +1,8 @@
-"""Random episodes of random schemas, and their exact comparison."""
+"""Random episodes of random schemas, and their exact comparison.
+
+They are made of the private ``Steps``: nothing public says in one place whether an entry is dense,
+ragged or of objects. Other tests take it from here.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,13 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
+# fmt: off
+ODD_NAMES = [
+    "..", ".", "/", "a/b", "a", "A", "a.b", "b", "npy", "a.npy", "mp4", "con", "NUL", "aux.x", "é",
+    "e\u0301", "ß", "ss", "a ", "a.", " ", "\n", "\x00", "~", "-a", "_", "a~b", "x" * 300, "\\",
+    "C:", "a*", "ı", "I", "K", "k", "観測", "a_b", "a__b",
+]
+# fmt: on
 SHAPES = [(), (1,), (3,), (2, 2), (0,)]
 IMAGES = [(5, 4), (5, 4, 1), (5, 4, 3), (3, 4, 5), (4, 6, 4)]
 TEXTS = ["", "guess 7", "ünïcödé 🎲", "line\nbreak\u2028", 'quote " and \\', "\ud800", "\x00"]

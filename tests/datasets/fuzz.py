@@ -1,22 +1,16 @@
 """A fuzzer of data sets on disk: damage of some kind, then what readers and writers make of it.
 
 Whatever is done to a data set, each episode is read as it was written, or a ``DatasetError`` says that
-it cannot be; writers may refuse it likewise; and nothing outside the data set changes. To run it for ten
-minutes: ``python -m tests.datasets.fuzz --seconds 600``.
+it cannot be; writers may refuse it likewise; and nothing outside the data set changes.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import logging
 import os
 import random
 import shutil
-import tempfile
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +22,7 @@ from tensordict import TensorDict
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 
 from .episodes import assert_same
-from .every_format import ALL, new_path
+from .every_format import new_path
 
 COUNT = 5
 REFUSED = (DatasetError, FileNotFoundError, PermissionError)
@@ -270,34 +264,3 @@ class Fuzzer:
             error.add_note(f"seed {seed}: {damage.__name__} of {format}")
             raise
         shutil.rmtree(place)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--formats", nargs="+", choices=ALL, default=ALL)
-    parser.add_argument("--keep-going", action="store_true")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("torchrl_mt").setLevel("ERROR")
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer, seed, end = (
-            Fuzzer(Path(folder), args.formats),
-            args.seed,
-            time.time() + args.seconds,
-        )
-        while time.time() < end:
-            try:
-                fuzzer.try_one(seed)
-            except BaseException as error:
-                if not args.keep_going or isinstance(error, KeyboardInterrupt):
-                    raise
-                print(type(error).__name__, str(error)[:300], error.__notes__, flush=True)
-            seed += 1
-        for (format, result), count in sorted(fuzzer.counts.items()):
-            print(f"{format:8}{result:20}{count:8}")
-
-
-if __name__ == "__main__":
-    main()

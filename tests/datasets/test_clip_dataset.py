@@ -61,20 +61,6 @@ def source(request, tmp_path):
     return make
 
 
-def test_four_episodes_of_twenty_have_68_clips_of_four(source):
-    clips = ClipDataset(source([20] * 4), 4)
-    assert len(clips) == 68
-    for i, first in {0: 0, 17: 20, 34: 40, 51: 60}.items():
-        assert clips[i]["observation"].tolist() == [first, first + 1, first + 2, first + 3]
-
-
-@pytest.mark.parametrize(
-    ("length", "slice_len", "stride", "number"), [(10, 4, 2, 3), (10, 10, 2, 0), (8, 4, 2, 1)]
-)
-def test_a_clip_spans_slice_len_times_stride_steps(source, length, slice_len, stride, number):
-    assert len(ClipDataset(source([length]), slice_len, stride=stride)) == number
-
-
 def test_actions_stay_dense_under_a_stride(source):
     clips = ClipDataset(source([20]), 3, stride=4)
     batch = next(iter(DataLoader(clips, batch_size=5)))
@@ -120,12 +106,6 @@ def test_a_copy_of_a_storage_is_as_it_was():
     storage.append(ted(9, 100))
     assert len(clips) == 4
     assert clips[3]["observation"].tolist() == [3, 4]
-
-
-def test_a_storage_gives_its_clips_by_torchrls_name():
-    clips = ClipDataset(storage_of([7, 3]), 2, stride=2)
-    assert len(clips) == 4
-    assert clips[0]["observation"].tolist() == [0, 2]
 
 
 def test_a_transform_gets_each_clip_once(tmp_path):

@@ -200,7 +200,19 @@ def test_bad_formats_are_refused():
             register_format(*arguments)
 
 
-def test_a_missing_library_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[hdf5\]'"):
-        import_extra("h5py", "hdf5")
+@pytest.mark.parametrize(
+    ("format", "module", "extra"),
+    [
+        ("arrow", "pyarrow", "arrow"),
+        ("lance", "lance", "lance"),
+        ("video", "av", "video"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(format, module, extra, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"pip install 'torchrl-mt\[{extra}\]'"):
+        import_extra(module, extra)
+    path = new_path(tmp_path, format, "a")
+    with pytest.raises(ImportError, match=rf"pip install 'torchrl-mt\[{extra}\]'"):
+        open_episodes(path, format=format)
+    assert not path.exists()

@@ -13,10 +13,9 @@ import torch
 
 from tests.tiers import few_or_many
 from torchrl_mt.data import EpisodeStorage
-from torchrl_mt.data._store.steps import Rows, Steps, pack
 from torchrl_mt.datasets import ClipDataset, EpisodeDataset, load_episodes, save_episodes
 
-from .episodes import DTYPES, assert_same, random_bits
+from .episodes import DTYPES, Rows, Steps, assert_same, pack, random_bits
 from .every_format import LOSSLESS, new_path
 
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)

@@ -10,14 +10,12 @@ import pytest
 from tensordict import TensorDict
 
 from tests.collectors.pictures import Screens, SeeingEngine, collect
-from torchrl_mt.data._store.steps import Objects, Steps, pack
-from torchrl_mt.datasets import EpisodeDataset, save_episodes, to_hf_dataset
-from torchrl_mt.datasets._encoding.values import from_json_text, to_json_text
+from torchrl_mt.datasets import DatasetError, EpisodeDataset, save_episodes, to_hf_dataset
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.messages import with_stored_images
 
-from .episodes import assert_same
+from .episodes import Objects, Steps, assert_same, pack
 from .every_format import LOSSLESS, new_path
 
 
@@ -94,15 +92,22 @@ def test_lines_can_be_read_by_others(tmp_path):
         {"type": "image", "image": "a.png", "__type__": "image"},
     ],
 )
-def test_every_place_of_an_image(value):
-    read = from_json_text(to_json_text(value))
+def test_every_place_of_an_image(value, tmp_path):
+    save_episodes([({"a": [1]}, {"x": value})], tmp_path / "a.jsonl")
+    read = EpisodeDataset(tmp_path / "a.jsonl").metadata(0)["x"]
     assert read == value
     assert repr(read) == repr(value)
 
 
-def test_a_file_names_no_other_file():
-    with pytest.raises(ValueError, match="data: URI"):
-        from_json_text('{"type": "image", "image": "/etc/hostname", "__type__": "image"}')
+def test_a_file_names_no_other_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    save_episodes([{"a": [IMAGES[0]]}] * 2, path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    del lines[1]["crc32"]
+    lines[1]["steps"]["a"][0]["image"] = "/etc/hostname"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DatasetError, match="data: URI"):
+        EpisodeDataset(path).episode(1)
 
 
 def test_hugging_face_rows_have_the_images_as_uris():

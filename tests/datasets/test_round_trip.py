@@ -21,7 +21,7 @@ from torchrl_mt.datasets import (
 )
 
 from . import earlier
-from .episodes import assert_same, random_data, random_episode, random_schema
+from .episodes import ODD_NAMES, assert_same, random_data, random_episode, random_schema
 from .every_format import LOSSLESS, new_path
 
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)
@@ -63,22 +63,6 @@ def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
             assert_same(dataset.episode(i), episode.select(*chosen))
 
 
-@few_or_many(4, 40)
-def test_through_a_storage_and_back(format, examples, tmp_path):
-    for seed in range(examples):
-        episodes, metadata = random_data(seed)
-        storage = EpisodeStorage(1000)
-        for episode, about in zip(episodes, metadata, strict=True):
-            storage.append(episode, metadata=about)
-        path = new_path(tmp_path, format, seed)
-        assert save_episodes(storage, path, format=format) == len(episodes)
-        loaded = EpisodeStorage(1000)
-        assert load_episodes(path, loaded) == len(episodes)
-        for i, (episode, about) in enumerate(zip(episodes, metadata, strict=True)):
-            assert_same(loaded.episode(i), episode)
-            assert loaded.metadata(i) == about
-
-
 @few_or_many(8, 100)
 def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
     format, examples, tmp_path
@@ -88,11 +72,11 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
         schema = random_schema(rng) | {("next", "done"): ("dense", torch.bool, (1,))}
         schema[rng.choice([("lengths",), ("deep", "lengths")])] = ("ragged", torch.int64, 1)
         episodes = [random_episode(rng, schema) for _ in range(rng.randrange(2, 6))]
-        held = EpisodeStorage(1000)
-        for episode in episodes:
-            held.append(episode)
+        held, about = EpisodeStorage(1000), [{"number": i} if i % 2 else {} for i in range(9)]
+        for i, episode in enumerate(episodes):
+            held.append(episode, metadata=about[i])
         path, again = (new_path(tmp_path, format, f"{seed}{name}") for name in ("", "-again"))
-        save_episodes(held, path, format=format)
+        assert save_episodes(held, path, format=format) == len(episodes)
         dataset = EpisodeDataset(path)
         order = rng.sample(range(len(episodes)), len(episodes))
         loaded, one_by_one = EpisodeStorage(1000), EpisodeStorage(1000)
@@ -104,6 +88,7 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
                 out.write_episode(dataset.episode(i))
         for place, i in enumerate(order):
             assert_same(loaded.episode(i), episodes[i])
+            assert loaded.metadata(i) == about[i]
             assert_same(one_by_one.episode(place), episodes[i])
             assert_same(EpisodeDataset(again).episode(place), episodes[i])
 
@@ -131,6 +116,35 @@ def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
         assert len(from_disk) == len(from_memory) == snapshot.num_clips(slice_len * stride)
         for i in range(len(from_disk)):
             assert_same(from_disk[i], from_memory[i])
+
+
+def test_what_is_read_may_be_changed(format, tmp_path):
+    path = new_path(tmp_path, format, "a")
+    episodes, _ = random_data(5)
+    episodes[0]["talk"] = [[{"content": "a"}] for _ in range(len(episodes[0]))]
+    save_episodes(episodes[:1], path, format=format)
+    dataset = EpisodeDataset(path)
+    read = dataset.episode(0)
+    read["talk"][0][0]["content"] = "changed"
+    for key in dataset.keys:
+        for item in read.get(key, as_list=True):
+            if isinstance(item, torch.Tensor):
+                item.zero_()
+    assert_same(dataset.episode(0), episodes[0])
+
+
+@pytest.mark.parametrize("first", ["x", ""])
+def test_any_key_is_written_and_read_back(format, first, tmp_path):
+    parts = [*ODD_NAMES, "", "%", "%2E", "%65p_len", "ep_len", "length", "metadata"]
+    keys = [(first, part) if first else (part,) for part in parts if first or part]
+    if format == "lance":
+        keys = [key for key in keys if chr(0) not in key[-1]]
+    written = {key: torch.full((2,), i) for i, key in enumerate(keys)}
+    save_episodes([written], new_path(tmp_path, format, "a"), format=format)
+    episode = EpisodeDataset(new_path(tmp_path, format, "a")).episode(0)
+    assert {key: episode[key].tolist() for key in keys} == {
+        k: v.tolist() for k, v in written.items()
+    }
 
 
 def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(format, tmp_path):

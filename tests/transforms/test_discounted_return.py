@@ -77,20 +77,6 @@ def test_a_bad_reward_is_handed_on_when_the_discount_underflows(bad):
     assert not torch.isfinite(got[600:]).any()
 
 
-def test_dtypes():
-    reward, end = torch.ones(3), torch.tensor([False, False, True])
-    assert discounted_returns(reward.bfloat16(), end, 0.5).dtype == torch.bfloat16
-    assert discounted_returns(reward.long(), end, 0.5).tolist() == [1.75, 1.5, 1.0]
-
-
-def test_forward_writes_the_returns_of_every_episode():
-    data = episodes(3, 1, 5)
-    out = DiscountedReturn(0.9)(data.clone())
-    expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
-    torch.testing.assert_close(out["next", "return"].double(), expected, rtol=1e-5, atol=1e-6)
-    assert (out["next", "reward"] == data["next", "reward"]).all()
-
-
 def test_rewards_of_agents_end_with_the_nearest_flags_around_them():
     data = episodes(3, 1, 5)
     expected = slow_returns(data["next", "reward"], data["next", "done"], 0.9)
@@ -176,19 +162,6 @@ def test_returns_of_strided_clips_hold_the_rewards_of_all_their_steps(stride):
     torch.testing.assert_close(first, own + gamma**stride * second)
 
 
-def test_returns_under_next_are_those_of_the_last_of_a_strides_steps():
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(20),
-        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
-        sampler=ClipSampler(slice_len=2, stride=3),
-        batch_size=20,
-    )
-    rb.extend(episodes(7, 9))
-    clips, info = rb.sample(return_info=True)
-    last = rb.storage.places(info["index"]) + 2
-    assert torch.equal(clips["next", "return"], rb[last]["next", "return"])
-
-
 @pytest.mark.parametrize("ids", [True, False])
 def test_partial_data_is_refused_and_told_where_to_go(ids):
     piece = episodes(3, 4)[:5]
@@ -203,34 +176,6 @@ def test_partial_data_is_refused_and_told_where_to_go(ids):
         DiscountedReturn(0.9)(piece)
     with pytest.raises(NotImplementedError, match="EpisodeWriter"):
         DiscountedReturn(0.9).inv(piece)
-
-
-def test_an_episode_cut_inside_the_batch_is_refused():
-    data = episodes(3, 4)
-    data["next", "done"][2] = False
-    with pytest.raises(ValueError, match="breaks off"):
-        DiscountedReturn(0.9)(data)
-
-
-def test_not_inside_an_environment():
-    with pytest.raises(ValueError, match="inside an environment"):
-        TransformedEnv(PendulumEnv(), DiscountedReturn(0.9))
-
-
-def test_errors_name_what_is_missing():
-    with pytest.raises(ValueError, match="gamma must lie in"):
-        DiscountedReturn(1.5)
-    with pytest.raises(KeyError, match="reward"):
-        DiscountedReturn(0.9)(episodes(3).exclude(("next", "reward")))
-    with pytest.raises(KeyError, match="done"):
-        DiscountedReturn(0.9)(episodes(3).exclude(("next", "done")))
-
-
-def test_returns_are_data():
-    reward = torch.ones(3, requires_grad=True)
-    returns = discounted_returns(reward, torch.tensor([False, False, True]), 1.0)
-    assert returns.tolist() == [3.0, 2.0, 1.0]
-    assert not returns.requires_grad
 
 
 AGENTS = {"in_key": ("next", "agents", "reward"), "out_key": ("next", "agents", "return")}
@@ -288,13 +233,6 @@ def test_agents_ended_by_different_flags_end_the_episode():
     assert len(DiscountedReturn(1.0, outcome_only=True, **AGENTS)(data)) == 2
 
 
-def test_flags_of_another_shape_are_refused():
-    data = agents([3, 2], 0)
-    data["next", "agents", "done"] = torch.zeros(5, 3, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"'done'\) must .* got \(3, 1\) per step, .* of \(2, 1\)"):
-        DiscountedReturn(1.0, **AGENTS)(data)
-
-
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 @pytest.mark.parametrize("width", [1, 3])
 def test_sums_that_stay_finite_step_by_step_are_finite(gamma, width):
@@ -313,14 +251,48 @@ def test_sums_that_stay_finite_step_by_step_are_finite(gamma, width):
         assert torch.equal(got.isfinite(), expected.isfinite())
 
 
-def test_no_rewards_have_no_returns():
-    for shape in ((0,), (0, 1), (3, 0)):
-        end = torch.zeros(shape[0], dtype=torch.bool)
-        assert discounted_returns(torch.zeros(shape), end, 0.9).shape == shape
-
-
 @pytest.mark.parametrize("outcome_only", [True, False])
 def test_no_episodes_have_no_returns(outcome_only):
     data = episodes(2)[:0]
     out = DiscountedReturn(0.9, outcome_only=outcome_only)(data)
     assert out["next", "return"].shape == (0, 1)
+
+
+def test_what_returns_are():
+    """Data, of the dtype of the rewards or of floats."""
+    reward, end = torch.ones(3, requires_grad=True), torch.tensor([False, False, True])
+    returns = discounted_returns(reward, end, 1.0)
+    assert (returns.tolist(), returns.requires_grad) == ([3.0, 2.0, 1.0], False)
+    assert discounted_returns(reward.bfloat16(), end, 0.5).dtype == torch.bfloat16
+    assert discounted_returns(reward.long(), end, 0.5).tolist() == [1.75, 1.5, 1.0]
+    for shape in ((0,), (0, 1), (3, 0)):
+        assert discounted_returns(torch.zeros(shape), end[: shape[0]], 0.9).shape == shape
+
+
+def of_odd_flags():
+    data = agents([3, 2], 0)
+    data["next", "agents", "done"] = torch.zeros(5, 3, 1, dtype=torch.bool)
+    return DiscountedReturn(1.0, **AGENTS)(data)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: DiscountedReturn(1.5), ValueError, "gamma must lie in"),
+        (
+            lambda: DiscountedReturn(0.9)(episodes(3).exclude(("next", "reward"))),
+            KeyError,
+            "reward",
+        ),
+        (lambda: DiscountedReturn(0.9)(episodes(3).exclude(("next", "done"))), KeyError, "done"),
+        (of_odd_flags, ValueError, r"'done'\) must .* got \(3, 1\) per step, .* of \(2, 1\)"),
+        (
+            lambda: TransformedEnv(PendulumEnv(), DiscountedReturn(0.9)),
+            ValueError,
+            "inside an environment",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

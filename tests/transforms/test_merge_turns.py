@@ -160,7 +160,10 @@ batches = st.lists(random_episode(), min_size=1, max_size=4)
 
 @given(batches, st.sampled_from(["root", "nested"]))
 def test_rows_are_the_ledger(episodes, layout):
-    rows = MergeTurns(pad_token_id=PAD)(to_ted(episodes, layout))
+    data = to_ted(episodes, layout)
+    keys = set(data.keys(True, True))
+    rows = MergeTurns(pad_token_id=PAD)(data)
+    assert set(data.keys(True, True)) == keys
     expected = reference_rows(episodes)
     length = max(len(row.tokens) for row in expected)
     assert rows.batch_size == torch.Size([len(expected)])
@@ -286,58 +289,6 @@ def test_a_dialogue_is_one_row_with_holes_in_its_mask():
     assert rows["versions", "newest"].tolist() == [2]
 
 
-def test_interleaved_sub_agents_go_on_with_their_own_rows():
-    a1, b1 = Turn([1], [2]), Turn([5], [6])
-    a2, b2 = Turn([1, 2, 3], [4]), Turn([5, 6, 7], [8])
-    rows = MergeTurns(pad_token_id=PAD)(to_ted([[a1, b1, a2, b2]]))
-    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert rows["turns", "full"].tolist() == [[0, 0, 2, 2], [1, 1, 3, 3]]
-    assert rows["fork"].tolist() == [0, 1]
-    assert rows["episode"].tolist() == [0, 0]
-
-
-def test_a_cut_history_forks_and_the_rows_share_no_sampled_token():
-    rows = MergeTurns(pad_token_id=PAD)(to_ted([[Turn([1, 2], [3]), Turn([2, 3, 4], [5])]]))
-    assert rows["tokens", "full"].tolist() == [[1, 2, 3, PAD], [2, 3, 4, 5]]
-    assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
-
-
-def test_the_row_that_ends_with_the_parent_goes_on():
-    # The third turn asks the first one's question again; the others extend both answers.
-    turns = [
-        Turn([1], [2]),
-        Turn([3], [3]),
-        Turn([1], [2]),
-        Turn([1, 2, 4], [5]),
-        Turn([1, 2], [6]),
-    ]
-    rows = MergeTurns(pad_token_id=PAD)(to_ted([turns]))
-    assert rows["tokens", "full"].tolist() == [
-        [1, 2, PAD, PAD],
-        [3, 3, PAD, PAD],
-        [1, 2, 4, 5],
-        [1, 2, 6, PAD],
-    ]
-    assert rows["masks", "all_assistant_mask"].sum(-1).tolist() == [1, 1, 2, 1]
-
-
-def test_a_turn_without_sampled_tokens_leaves_its_reward_on_the_last_one_before():
-    turns = [Turn([1], [], 1.0), Turn([1, 2], [3, 4], 2.0), Turn([1, 2, 3, 4, 5], [], 4.0)]
-    rows = MergeTurns()(to_ted([turns]))
-    assert rows["rewards", "full"].tolist() == [[0, 0, 1.0, 6.0, 0]]
-
-
-def test_a_fork_without_sampled_tokens_leaves_its_reward_in_the_row_before():
-    turns = [Turn([8], [], 1.0), Turn([1, 2], [3, 4]), Turn([9, 9], [], -1.0), Turn([9], [5], 2.0)]
-    rows = MergeTurns(pad_token_id=PAD)(to_ted([turns]))
-    assert rows["rewards", "full"].tolist() == [
-        [0, 0, 0, 0],
-        [0, 0, 1.0, -1.0],
-        [0, 0, 0, 0],
-        [0, 2.0, 0, 0],
-    ]
-
-
 def test_rewards_of_an_episode_without_sampled_tokens_stay_with_their_turns():
     rows = MergeTurns()(to_ted([[Turn([1, 2], [], 1.0), Turn([1, 2, 3], [], 2.0)]]))
     assert rows["rewards", "full"].tolist() == [[0, 1.0, 2.0]]
@@ -369,18 +320,6 @@ def test_the_same_episode_twice_in_succession_is_two_rows():
     assert rows["fork"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("flag", ["done", "terminated", "truncated"])
-def test_any_end_flag_ends_an_episode(flag):
-    data = to_ted([TWO_TURNS, TWO_TURNS], "nested", ids=[7, 7])
-    data.rename_key_(("next", "done"), ("next", flag))
-    assert MergeTurns()(data)["episode_index"].tolist() == [0, 1]
-
-
-def test_ids_alone_tell_episodes_apart():
-    rows = MergeTurns()(to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3], done=False))
-    assert rows["episode"].tolist() == [7, 3]
-
-
 def test_flags_alone_tell_episodes_apart():
     data = to_ted([TWO_TURNS, TWO_TURNS], "nested").exclude("collector")
     rows = MergeTurns()(data)
@@ -388,17 +327,12 @@ def test_flags_alone_tell_episodes_apart():
     assert rows["group"].tolist() == [0, 1]
 
 
-def test_neither_ids_nor_flags_is_refused():
-    data = to_ted([TWO_TURNS], "nested").exclude("collector", ("next", "done"))
-    with pytest.raises(KeyError, match="traj_ids"):
-        MergeTurns()(data)
-
-
-def test_groups_are_carried_and_default_to_the_episode():
-    data = to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3], groups=[5, 5])
-    assert MergeTurns()(data)["group"].tolist() == [5, 5]
-    data = to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3])
-    assert MergeTurns()(data)["group"].tolist() == [7, 3]
+def test_groups_are_carried_and_default_to_the_episode_which_ids_alone_may_tell():
+    for done in (True, False):
+        data = to_ted([TWO_TURNS, TWO_TURNS], ids=[7, 3], groups=[5, 5], done=done)
+        assert MergeTurns()(data)["group"].tolist() == [5, 5]
+        rows = MergeTurns()(data.exclude("group"))
+        assert rows["group"].tolist() == rows["episode"].tolist() == [7, 3]
 
 
 def test_dense_leaves():
@@ -419,58 +353,6 @@ def test_what_the_data_lacks_the_rows_lack():
         "fork",
         "group",
     }
-
-
-def test_missing_tokens_are_refused():
-    with pytest.raises(KeyError, match="response"):
-        MergeTurns()(to_ted([TWO_TURNS]).exclude(("tokens", "response")))
-
-
-def test_max_length_is_an_error_and_never_a_cut():
-    data = to_ted([TWO_TURNS])
-    assert MergeTurns(max_length=4)(data)["tokens", "full"].shape == (1, 4)
-    with pytest.raises(ValueError, match=r"4 tokens.*max_length=3"):
-        MergeTurns(max_length=3)(data)
-
-
-def test_log_probs_of_another_length_are_refused():
-    data = to_ted([TWO_TURNS])
-    data[1]["log_probs", "response"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"'log_probs', 'response'.*1.*3"):
-        MergeTurns()(data)
-
-
-@pytest.mark.parametrize(
-    ("bad", "match"),
-    [
-        (torch.zeros(1, 2, dtype=torch.int64), "1-D"),
-        (torch.zeros(2), "integer"),
-    ],
-)
-def test_leaves_that_are_no_token_ids_are_refused(bad, match):
-    data = to_ted([[Turn([1, 2], [3, 4])]])
-    data[0]["tokens", "response"] = bad
-    with pytest.raises(ValueError, match=match):
-        MergeTurns()(data)
-
-
-@pytest.mark.parametrize("response", [[], [3]])
-def test_a_turn_without_a_prompt_is_refused(response):
-    with pytest.raises(ValueError, match="turn 1 of the batch has an empty prompt"):
-        MergeTurns()(to_ted([[Turn([1], [2]), Turn([], response)]]))
-
-
-def test_an_unflat_batch_is_refused():
-    data = to_ted([[Turn([1], [2])], [Turn([1], [2])]], "dense").reshape(2, 1)
-    with pytest.raises(ValueError, match=r"\[2, 1\]"):
-        MergeTurns()(data)
-
-
-@pytest.mark.parametrize("arguments", [{"pad_token_id": 0.5}, {"max_length": 0}])
-def test_bad_arguments_are_refused(arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=name):
-        MergeTurns(**arguments)
 
 
 def test_in_a_replay_buffer_writes_pass_and_samples_are_rows():
@@ -499,16 +381,26 @@ def test_episodes_that_do_not_end_are_refused():
             MergeTurns()(data[torch.tensor(cut)])
 
 
-@pytest.mark.parametrize("flags", [("done",), ("done", "truncated"), ("terminated", "truncated")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("done",),
+        ("terminated",),
+        ("truncated",),
+        ("done", "truncated"),
+        ("terminated", "truncated"),
+    ],
+)
 def test_every_set_of_flags_that_says_where_episodes_end_is_asked(flags):
-    data = to_ted([TWO_TURNS, TWO_TURNS], "nested")
+    data = to_ted([TWO_TURNS, TWO_TURNS], "nested", ids=[7, 7])
     ends = data["next", "done"]
     data = data.exclude(("next", "done"))
     for k, flag in enumerate(flags):
         data["next", flag] = ends & (torch.arange(4) // 2 == k)[:, None] if flags[1:] else ends
     assert MergeTurns()(data)["episode_index"].tolist() == [0, 1]
-    with pytest.raises(ValueError, match="EpisodeSampler"):
-        MergeTurns()(data[:3])
+    if flags[1:] or flags == ("done",):
+        with pytest.raises(ValueError, match="EpisodeSampler"):
+            MergeTurns()(data[:3])
 
 
 @pytest.mark.parametrize("flag", ["terminated", "truncated"])
@@ -532,12 +424,6 @@ def replay(data, **kwargs):
     return buffer
 
 
-def test_single_steps_of_a_buffer_are_refused():
-    data = to_ted([TWO_TURNS] * 3 + [[Turn([5], [6])]])
-    with pytest.raises(ValueError, match=r"sampler=EpisodeSampler\(\)"):
-        replay(data, batch_size=16).sample()
-
-
 def test_whole_episodes_of_a_buffer_pass_whatever_their_order():
     data = to_ted([TWO_TURNS, [Turn([5], [6])], TWO_TURNS], ids=[4, 2, 9])
     buffer = replay(data, sampler=EpisodeSampler(), batch_size=16)
@@ -558,16 +444,6 @@ def sampled_at(data, *temperatures):
     return data
 
 
-def test_rows_have_the_temperature_that_their_turns_agree_on():
-    fork = [Turn([1], [2]), Turn([9], [3]), Turn([1, 2, 3], [4])]
-    data = sampled_at(to_ted([fork, TWO_TURNS, TWO_TURNS]), 0.5, 0.7, 0.5, 1.0, 1.0, 1.0, 0.9)
-    temperature = MergeTurns()(data)["sampling", "temperature"]
-    assert temperature.dtype == torch.float32
-    torch.testing.assert_close(
-        temperature, torch.tensor([0.5, 0.7, 1.0, torch.nan]), equal_nan=True, rtol=0, atol=0
-    )
-
-
 def test_turns_that_sampled_nothing_have_no_say_in_the_temperature():
     turns = [Turn([1], [2]), Turn([1, 2, 3], []), Turn([9], []), Turn([9, 8], [])]
     rows = MergeTurns()(sampled_at(to_ted([turns, [Turn([7], [])]]), 0.5, 1.0, 1.0, 2.0, 0.3))
@@ -582,6 +458,7 @@ def test_no_token_was_sampled_at_another_temperature_than_its_row_says(episodes,
     at = dict(zip(turns, temperatures[: len(turns)], strict=True))
     rows = MergeTurns()(sampled_at(to_ted(episodes), *at.values()))
     mask, turn = rows["masks", "all_assistant_mask"], rows["turns", "full"]
+    assert rows["sampling", "temperature"].dtype == torch.float32
     for n, temperature in enumerate(rows["sampling", "temperature"].tolist()):
         seen = {at[int(rows["episode_index"][n]), k] for k in turn[n, mask[n]].tolist()}
         if len(seen) == 1:
@@ -590,13 +467,52 @@ def test_no_token_was_sampled_at_another_temperature_than_its_row_says(episodes,
             assert temperature != temperature
 
 
-def test_the_input_is_left_as_it_was():
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def merged(data, **kwargs):
+    return lambda: MergeTurns(**kwargs)(data)
+
+
+def with_response(key, value):
     data = to_ted([TWO_TURNS])
-    keys = set(data.keys(True, True))
-    MergeTurns()(data)
-    assert set(data.keys(True, True)) == keys
+    data[1][key, "response"] = value
+    return merged(data)
 
 
-def test_in_an_environment_it_is_refused():
-    with pytest.raises(RuntimeError, match="whole episodes"):
-        MergeTurns()._step(TensorDict(), TensorDict())
+NO_IDS = to_ted([TWO_TURNS], "nested").exclude("collector", ("next", "done"))
+UNFLAT = to_ted([[Turn([1], [2])], [Turn([1], [2])]], "dense").reshape(2, 1)
+SINGLE = to_ted([TWO_TURNS] * 3 + [[Turn([5], [6])]])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (merged(NO_IDS), KeyError, "traj_ids"),
+        (merged(UNFLAT), ValueError, r"\[2, 1\]"),
+        (merged(to_ted([TWO_TURNS]).exclude(("tokens", "response"))), KeyError, "response"),
+        (merged(to_ted([TWO_TURNS]), max_length=3), ValueError, "4 tokens.*max_length=3"),
+        (with_response("log_probs", torch.zeros(3)), ValueError, "'log_probs', 'response'.*1.*3"),
+        (with_response("tokens", torch.zeros(1, 2, dtype=torch.int64)), ValueError, "1-D"),
+        (with_response("tokens", torch.zeros(2)), ValueError, "integer"),
+        *(
+            (
+                merged(to_ted([[Turn([1], [2]), Turn([], said)]])),
+                ValueError,
+                "turn 1 .* empty prompt",
+            )
+            for said in ([], [3])
+        ),
+        (lambda: replay(SINGLE, batch_size=16).sample(), ValueError, r"sampler=EpisodeSampler\(\)"),
+        (lambda: MergeTurns()._step(TensorDict(), TensorDict()), RuntimeError, "whole episodes"),
+        (lambda: MergeTurns(pad_token_id=0.5), ValueError, "pad_token_id"),
+        (lambda: MergeTurns(max_length=0), ValueError, "max_length"),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_max_length_is_no_cut():
+    assert MergeTurns(max_length=4)(to_ted([TWO_TURNS]))["tokens", "full"].shape == (1, 4)

@@ -162,6 +162,8 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_images_follow_their_rows(operation):
     rows, dialogues = make_rows("qwen2_5_vl", 0, episodes=4)
+    unnamed = MergeTurns()(as_steps(dialogues).exclude(("turn", "parent")))
+    assert unnamed.get(RAW).tolist() == rows.get(RAW).tolist()
     check(OPERATIONS[operation](rows), "qwen2_5_vl", expected(dialogues))
 
 
@@ -352,12 +354,6 @@ def test_merging_needs_to_know_whose_images_were_added_to(with_parent):
             ValueError, match="turn 1 of the batch has the tokens of an earlier turn"
         ):
             MergeTurns()(steps.exclude(("turn", "parent")))
-
-
-def test_merging_finds_parents_by_tokens_if_they_are_not_named():
-    rows, dialogues = make_rows("qwen2_5_vl", 9)
-    steps = as_steps(dialogues).exclude(("turn", "parent"))
-    assert MergeTurns()(steps).get(RAW).tolist() == rows.get(RAW).tolist()
 
 
 def test_a_parent_that_the_tokens_contradict_is_refused_where_there_are_images():

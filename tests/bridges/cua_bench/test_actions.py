@@ -58,39 +58,10 @@ def test_what_is_printed_is_parsed_as_the_same_actions(parts, action_format):
 # Pieces that meet in any order: most are no action, some nearly are.
 PIECES = [
     *(tag for pair in TAGS.values() for tag in pair),
-    *("<think>", "</think>", "<|think_start|>", "<|think_end|>"),
-    *(
-        "click(",
-        "hotkey(",
-        "type(",
-        "scroll(",
-        "drag(",
-        "wait(",
-        "done(",
-        "start_box=",
-        "x=",
-        "keys=",
-    ),
-    *(
-        '"',
-        "'",
-        "\\",
-        "\n",
-        "(",
-        ")",
-        "[",
-        "]",
-        ",",
-        "+",
-        ";",
-        " ",
-        "0.5",
-        "500",
-        "1e999",
-        "-1",
-        "nan",
-    ),
-    *("down", "ctrl", "'(1, 2)'", "\ud800", "٣", "9" * 400),
+    *("<think>", "</think>", "<|think_start|>", "<|think_end|>", "click(", "hotkey(", "type("),
+    *("scroll(", "drag(", "wait(", "done(", "start_box=", "x=", "keys=", "down", "ctrl"),
+    *('"', "'", "\\", "\n", "(", ")", "[", "]", ",", "+", ";", " ", "0.5", "500", "1e999"),
+    *("-1", "nan", "'(1, 2)'", "\ud800", "٣", "9" * 400),
 ]
 
 
@@ -268,6 +239,8 @@ def test_the_last_end_tag_may_be_missing(expected, action_format, rest):
         ("[please type('</think>')]", "expected an action"),
         ("[clik(), type(']</think>')]", "there is no action 'clik'"),
         ("[write('<think>')] [type('</think>')]", "there is no action 'write'"),
+        ("[write('<think>')]", "there is no action 'write'"),
+        ("[write('<|think_start|>')]", "there is no action 'write'"),
     ],
 )
 @pytest.mark.parametrize("action_format", TAGS)
@@ -279,12 +252,6 @@ def test_a_broken_part_is_an_error_whatever_it_quotes(text, reason, action_forma
             parse_actions(said, action_format)
 
 
-def test_an_unknown_action_is_named_even_if_it_quotes_a_thought():
-    for written in ('write("<think>")', "write('<|think_start|>')"):
-        with pytest.raises(ActionError, match="there is no action 'write'"):
-            parsed(written)
-
-
 @pytest.mark.parametrize("thought", ["I use [ and ].", "Use [.", "[oh] or [clik(].", "[...]", "[["])
 @pytest.mark.parametrize("action_format", TAGS)
 def test_thoughts_that_the_prompt_began_may_mention_tags(thought, action_format):
@@ -294,18 +261,11 @@ def test_thoughts_that_the_prompt_began_may_mention_tags(thought, action_format)
 
 
 LONG = [
-    *("a,", "9", "a+", "'<' , "),
-    *('<|action_start|>hotkey("<|action_start|>hotkey(",', "</think>", " ", '"'),
-    *(
-        "<|action_start|>",
-        '<|action_start|>type("',
-        "<|action_start|>type(\\'",
-        "<think>",
-        "[",
-        "\n;",
-    ),
-    *("<|action_start|>write(", "<|action_start|>oh<|action_end|>", "<|action_end|>"),
-    *("<think></think>", "wait() ", "<|action_start|>wait()<|action_end|>"),
+    *("a,", "9", "a+", "'<' , ", "</think>", " ", '"', "<think>", "[", "\n;", "wait() "),
+    *('<|action_start|>hotkey("<|action_start|>hotkey(",', '<|action_start|>type("'),
+    *("<|action_start|>type(\\'", "<|action_start|>", "<|action_end|>", "<think></think>"),
+    *("<|action_start|>write(", "<|action_start|>oh<|action_end|>"),
+    "<|action_start|>wait()<|action_end|>",
 ]
 
 
@@ -329,17 +289,19 @@ def test_the_waits_of_a_response_have_one_limit():
     assert len(parse_actions(thought + acting("wait(60)"))) == 1
 
 
-@pytest.mark.parametrize("text", [None, b"done()", 3])
-def test_what_is_no_text_is_refused(text):
-    with pytest.raises(TypeError, match=f"text must be a string, got {type(text).__name__}"):
-        parse_actions(text)
-
-
-def test_a_wrong_format_is_refused():
-    with pytest.raises(
-        ValueError, match="action_format must be one of 'tagged', 'think', got 'json'"
-    ):
-        parse_actions("", "json")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        *(
+            ((text,), TypeError, f"text must be a string, got {type(text).__name__}")
+            for text in (None, b"done()", 3)
+        ),
+        (("", "json"), ValueError, "action_format must be one of 'tagged', 'think', got 'json'"),
+    ],
+)
+def test_wrong_calls_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        parse_actions(*arguments)
 
 
 @pytest.mark.parametrize("action_format", TAGS)

@@ -125,13 +125,6 @@ def test_a_broken_server_among_several_takes_few_episodes(
     assert (stats["accepted"], stats["rejected"]) == (12, 1)
 
 
-def test_a_run_whose_only_server_is_broken_fails_with_its_error(servers, tokenizer, monkeypatch):
-    monkeypatch.setattr(leases, "_FIRST_PAUSE", 3600.0)
-    monkeypatch.setattr(servers[0], "answer", lambda path, body: (500, {"detail": "broken"}))
-    with pytest.raises(RuntimeError, match=r"status 500: .*broken"):
-        collect(servers[:1], tokenizer, 12, max_consecutive_failures=3)
-
-
 def test_episodes_without_data_choose_a_task_by_seed(servers, tokenizer):
     env = env_on(*servers, max_step=MAX_STEP)
     settings = {"episodes_per_batch": 6, "group_size": 2, "total_episodes": 6}

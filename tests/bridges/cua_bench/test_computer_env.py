@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bridges.cua_bench.fake_worker import FakeWorker, acting, png
-from tests.faulty_server import running
+from tests.faulty_server import running, status, success
 from tests.tiers import examples
-from torchrl_mt.bridges.cua_bench import ComputerEnv, leases
+from torchrl_mt.bridges.cua_bench import ComputerEnv, ComputerError, leases
 from torchrl_mt.envs import TextStep
 
 TASKS = [{"env_path": "./task", "task_index": i, "split": "train"} for i in range(3)]
@@ -160,7 +160,7 @@ def test_a_server_is_free_when_its_episode_is_over_or_forgotten(server):
     assert leases._taken == set()
 
 
-def test_no_step_without_an_episode(server):
+def test_no_step_without_an_episode_or_after_one_that_failed(server):
     env = env_on(server)
 
     async def main(response):
@@ -171,6 +171,13 @@ def test_no_step_without_an_episode(server):
     play(env, [acting("done()")])
     with pytest.raises(RuntimeError, match="call reset first"):
         asyncio.run(main(acting("wait()")))
+    server.faults = [success({**server.observe(0), "instruction": "a", "env_id": 0}), status(500)]
+    with pytest.raises(ComputerError):
+        play(env, [acting("key(a)")], close=False)
+    with pytest.raises(RuntimeError, match="call reset first"):
+        asyncio.run(main(acting("wait()")))
+    asyncio.run(env.close())
+    leases._pauses.clear()
 
 
 # ---- tasks --------------------------------------------------------------------------------------

@@ -99,22 +99,6 @@ def test_a_batch_has_the_prompts_of_different_slots_padded_on_the_left(make, tok
     assert [set(info) for info in batch["meta_info"]] == [{"uid", "turn", "data", "info"}] * 3
 
 
-def test_a_slot_keeps_its_episode_until_that_is_over(make, kind):
-    loader = make(batch_size=3, **kind(5))
-    seen = {}
-    last = {}
-    for number, batch in enumerate(loader):
-        assert len(set(batch["worker_id"].tolist())) == 3
-        for worker, info in zip(batch["worker_id"], batch["meta_info"], strict=True):
-            assert seen.setdefault(info["uid"], worker) == worker
-            assert info["turn"] == last.get(info["uid"], -1) + 1 < 3
-            last[info["uid"]] = info["turn"]
-        loader.async_step(answers(batch, reply))
-        if number == 20:
-            break
-    assert len(seen) > 10
-
-
 def test_what_an_environment_tells_is_beside_the_prompt(make):
     loader = make(task_configs=[{"rewards": [0.0, 1.0], "name": "x"}], num_envs=1)
     first = next(loader)["meta_info"][0]
@@ -126,16 +110,6 @@ def test_what_an_environment_tells_is_beside_the_prompt(make):
 
 
 # What is stored
-
-
-def test_returns_are_discounted_and_whole_episodes_are_kept(make, kind):
-    loader = make(replay_capacity=4, **kind(1))
-    play(loader, reply, lambda: loader.stats()["accepted"] == 1)
-    wait_until(lambda: len(loader.storage) == 3)
-    expected = torch.tensor([[0.81], [0.9], [1.0]])
-    torch.testing.assert_close(loader.storage.episode(0)["next", "return"], expected)
-    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
-    assert loader.storage.lengths.tolist() == [3]
 
 
 def test_only_outcomes_are_kept_if_asked_for(make, kind):
@@ -156,20 +130,6 @@ def test_an_episode_longer_than_the_storage_is_rejected(make):
     assert loader.storage.lengths.tolist() == [1]
 
 
-def test_every_answer_is_a_step_and_its_text_has_no_end_of_turn(make, kind, tokenizer):
-    options = kind(2)
-    heard = [] if "env" not in options else options["env"].heard
-    for config in options.get("env_configs", ()):
-        config["heard"] = heard
-    loader = make(batch_size=2, total_episodes=6, **options)
-    texts = [[5, END], [6, 7], [8] * 8, [END], [5, END, 6, END]] * 4
-    left = iter(texts)
-    given = play(loader, lambda row: next(left), lambda: False)
-    assert given == len(heard) == len(loader.storage) == 18
-    without_end = [ids[:-1] if ids[-1] == END else ids for ids in texts[:18]]
-    assert Counter(heard) == Counter(map(tokenizer.decode, without_end))
-
-
 @settings(max_examples=6)
 @given(data=st.data())
 def test_stored_are_the_tokens_that_were_given(tokenizer, data):
@@ -178,14 +138,10 @@ def test_stored_are_the_tokens_that_were_given(tokenizer, data):
     plain = data.draw(st.booleans())
     num_envs = data.draw(st.integers(1, 3))
     batch_size = data.draw(st.integers(1, num_envs))
-    options = {
-        "env": Scripted(),
-        "num_envs": num_envs,
-        "task_configs": [{}] * 4,
-        "options": CollectorOptions(cycle=False),
-    }
+    heard, items = [], {"task_configs": [{}] * 4, "options": CollectorOptions(cycle=False)}
+    options = {"env": Scripted(heard), "num_envs": num_envs, **items}
     if plain:
-        configs = [{} for _ in range(num_envs)]
+        configs = [{"heard": heard} for _ in range(num_envs)]
         options = {"env_class": Plain, "env_configs": configs, "total_episodes": 4}
     told = {}
     with MultiTurnDataLoader(
@@ -218,6 +174,8 @@ def test_stored_are_the_tokens_that_were_given(tokenizer, data):
                 )
     assert len(stored) == 12
     assert stored == told
+    without_end = [ids[:-1] if ids[-1] == END else ids for _, ids, _ in told.values()]
+    assert Counter(heard) == Counter(map(tokenizer.decode, without_end))
 
 
 class Replay:
@@ -486,60 +444,41 @@ def test_a_long_prompt_loses_its_oldest_turns_but_never_the_opening(make):
     wait_until(lambda: len(loader.storage) == 10)
 
 
-@pytest.mark.parametrize("chat", [ChatOptions(), ChatOptions(on_break="append")])
-def test_an_opening_that_is_too_long_rejects_the_episode_by_name(make, chat):
-    items = [{"words": 90}, {"words": 3}]
-    options = {"options": CollectorOptions(chat=chat)}
-    loader = make(Talks(), task_configs=items, num_envs=1, max_prompt_length=60, **options)
+class Long(Plain):
+    def reset(self):
+        state, meta = super().reset()
+        return {**state, "obs": "1 " * 100 if self.episodes % 2 else "1"}, meta
+
+
+class Wide:
+    async def arun_episode(self, engine, data):
+        await engine.generate([5] * data["length"])
+        return 1.0
+
+
+WORDS = [{"words": 90}, {"words": 3}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"env": Talks(), "task_configs": WORDS},
+        {
+            "env": Talks(),
+            "task_configs": WORDS,
+            "options": CollectorOptions(chat=ChatOptions(on_break="append")),
+        },
+        {"env_class": Long, "env_configs": [{}]},
+        {"env": Wide(), "task_configs": [{"length": 65}, {"length": 64}]},
+    ],
+)
+def test_a_prompt_that_is_too_long_rejects_the_episode_by_name(make, options):
+    loader = make(**options, max_prompt_length=64)
     play(loader, reply, lambda: len(loader.storage) >= 3)
     assert loader.stats()["rejected/prompt_too_long"] >= 1
-
-
-def test_a_plain_observation_that_is_too_long_rejects_the_episode_by_name(make):
-    class Long(Plain):
-        def reset(self):
-            state, meta = super().reset()
-            return {**state, "obs": "1 " * 100 if self.episodes % 2 else "1"}, meta
-
-    loader = make(env_class=Long, env_configs=[{}])
-    play(loader, reply, lambda: len(loader.storage) >= 3)
-    assert loader.stats()["rejected/prompt_too_long"] >= 1
-
-
-def test_a_prompt_of_a_workflow_that_is_too_long_rejects_the_episode_by_name(make):
-    class Wide:
-        async def arun_episode(self, engine, data):
-            await engine.generate([5] * data["length"])
-            return 1.0
-
-    loader = make(
-        Wide(), task_configs=[{"length": 65}, {"length": 64}], options=CollectorOptions(cycle=False)
-    )
-    assert play(loader, reply, lambda: False) == 1
-    assert loader.stats()["rejected/prompt_too_long"] == 1
 
 
 # Answers
-
-
-def test_answers_come_in_parts_in_any_order_and_from_any_thread(make):
-    loader = make(batch_size=4, num_envs=4)
-    batch = answers(next(loader), lambda row: [5 + row, END])
-    uids = [info["uid"] for info in batch["meta_info"]]
-
-    def answer(row):
-        loader.async_step({key: value[row : row + 1] for key, value in batch.items()})
-
-    threads = [threading.Thread(target=answer, args=[row]) for row in (2, 0, 3, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    second = next(loader)
-    assert sorted(info["uid"] for info in second["meta_info"]) == sorted(uids)
-    for row, info in enumerate(second["meta_info"]):
-        prompt = second["input_ids"][row][second["attention_mask"][row].bool()].tolist()
-        assert 5 + uids.index(info["uid"]) in prompt
 
 
 def test_an_answer_to_what_does_not_wait_any_more_is_dropped_and_counted(make):
@@ -640,6 +579,7 @@ def test_a_wrong_answer_is_refused_by_name_and_changes_nothing(make):
     with pytest.raises(TypeError, match="log_probs must be a tensor of floating numbers, got str"):
         loader.async_step({**batch, "log_probs": "text"})
     assert loader.stats()["prompts/unanswered"] == 2
+    assert loader.stats()["waiting/longest"] > 0
     assert loader.stats()["answers/dropped"] == 0
     loader.async_step(batch)
     wait_until(lambda: loader.stats()["prompts/waiting"] == 3)
@@ -793,55 +733,49 @@ def test_an_environment_is_made_anew_after_a_failure(make):
     wait_until(lambda: config.get("closed"))
 
 
-@pytest.mark.parametrize("where", ["init", "reset"])
-def test_without_any_environment_the_next_batch_raises_the_cause(make, where, monkeypatch):
+class Gone(TextEnv):
+    inline = True
+
+    def reset(self, data=None):
+        raise OSError("no server")
+
+    def step(self, response):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            (
+                {"env_class": Dies, "env_configs": [{"dies": where}] * 2},
+                "ConnectionError: the worker",
+            )
+            for where in ("init", "reset")
+        ),
+        ({"env": Gone, "num_envs": 3, "batch_size": 2}, "no server"),
+        (
+            {"env": Gone(), "task_configs": [{}] * 3, "options": CollectorOptions(cycle=False)},
+            r"all \d+ episodes were rejected, .* OSError: no server",
+        ),
+        (
+            {
+                **{"env_class": Dies, "env_configs": [{"dies": "reset"}, {}], "batch_size": 2},
+                "max_consecutive_failures": 3,
+            },
+            "3 episodes in a row were rejected",
+        ),
+    ],
+)
+def test_without_any_environment_the_next_batch_raises_the_cause(
+    make, options, message, monkeypatch
+):
     monkeypatch.setattr(slots, "_FIRST_PAUSE", 0.0)
-    loader = make(env_class=Dies, env_configs=[{"dies": where}] * 2)
-    with pytest.raises(RuntimeError, match="ConnectionError: the worker is gone") as caught:
-        next(loader)
-    assert isinstance(caught.value.__cause__, (ConnectionError, RuntimeError))
-    with pytest.raises(RuntimeError, match="the worker is gone"):
-        loader.sample_from_buffer(1)
-
-
-def test_an_environment_that_always_fails_raises_the_cause(make, monkeypatch):
-    monkeypatch.setattr(slots, "_FIRST_PAUSE", 0.0)
-
-    class Broken(TextEnv):
-        def reset(self, data=None):
-            raise OSError("no server")
-
-        def step(self, response):
-            raise AssertionError
-
-    loader = make(Broken, num_envs=3, batch_size=2)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no server") as caught:
-            next(loader)
-        assert "no server" in str(caught.value.__cause__)
-
-
-def test_data_of_which_every_episode_fails_is_no_silent_end(make):
-    class Broken(Scripted):
-        def reset(self, data=None):
-            raise OSError("no server")
-
-    loader = make(Broken(), task_configs=[{}] * 3, options=CollectorOptions(cycle=False))
-    with pytest.raises(
-        RuntimeError, match=r"all \d+ episodes were rejected, .* OSError: no server"
-    ):
-        next(loader)
-
-
-def test_the_number_of_failures_in_a_row_may_be_given(make):
-    loader = make(
-        env_class=Dies,
-        env_configs=[{"dies": "reset"}, {}],
-        max_consecutive_failures=3,
-        batch_size=2,
-    )
-    with pytest.raises(RuntimeError, match="3 episodes in a row were rejected"):
-        next(loader)
+    loader = make(**options)
+    for ask in (lambda: next(loader), lambda: next(loader), lambda: loader.sample_from_buffer(1)):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            ask()
+    assert caught.value.__cause__ is not None or "episodes" in message
 
 
 def test_fewer_environments_than_a_batch_are_an_error_that_can_be_mended(make, monkeypatch):
@@ -889,16 +823,6 @@ def test_a_loop_that_forgets_to_answer_is_told(make, kind):
         loader.sample_from_buffer(4)
 
 
-def test_a_loop_that_stops_answering_is_told(make):
-    loader = make(batch_size=2, num_envs=2)
-    play(loader, reply, lambda: loader.stats()["accepted"] >= 2)
-    batch = next(loader)
-    with pytest.raises(RuntimeError, match="all 2 prompts wait for your answers"):
-        next(loader)
-    loader.async_step(answers(batch, reply))
-    assert len(next(loader)["worker_id"]) == 2
-
-
 def test_a_loop_that_forgets_the_last_answers_is_told(make):
     loader = make(
         task_configs=[{}] * 3, options=CollectorOptions(cycle=False), batch_size=2, num_envs=3
@@ -923,17 +847,6 @@ def warned(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "_WARN_AFTER", 0.0)
     monkeypatch.setattr(waiting, "_CERTAIN_AFTER", 0.0)
     return lambda words: wait_until(lambda: words in caplog.text)
-
-
-def test_a_loop_waits_for_another_thread_that_answers(make, warned):
-    loader = make(batch_size=2, num_envs=2)
-    answered = in_thread(lambda: loader.async_step(answers(next(loader), reply)))
-    assert answered() is None
-    batch = next(loader)
-    following = in_thread(lambda: next(loader))
-    warned("all 2 prompts wait for your answers")
-    loader.async_step(answers(batch, reply))
-    assert len(following()["worker_id"]) == 2
 
 
 def test_a_loop_waits_for_a_thread_that_has_not_answered_yet(make, warned):
@@ -1004,13 +917,6 @@ def test_a_hanging_step_is_ended_by_a_time_limit(make, monkeypatch):
     wait_until(lambda: loader.stats().get("rejected/tool_timeout"))
     play(loader, reply, lambda: len(loader.storage) >= 3)
     event.set()
-
-
-def test_an_unanswered_prompt_is_seen_to_wait(make):
-    loader = make(num_envs=1)
-    next(loader)
-    wait_until(lambda: loader.stats()["waiting/longest"] > 0.01)
-    assert loader.stats()["prompts/unanswered"] == 1
 
 
 # Many, and other forms of environments

@@ -195,20 +195,6 @@ def test_a_server_that_ignores_done_is_an_error(server):
     assert [path for path, _ in server.asked] == ["/reset", "/shutdown"]
 
 
-def test_no_step_after_one_that_failed(server):
-    async def main():
-        env = env_on(server)
-        await env.reset(0)
-        with pytest.raises(ComputerError):
-            await env.step(acting("key(a)"))
-        with pytest.raises(RuntimeError, match="call reset first"):
-            await env.step(acting("key(a)"))
-        await env.close()
-
-    server.faults = [answered, status(500)]
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -83,6 +83,18 @@ def cart_pole():
     return GymTextEnv("CartPole-v1", render=shown, parse=integer)
 
 
+@pytest.mark.parametrize("terminated", [False, True])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_both_kinds_of_ends(terminated, truncated):
+    inner = Scripted(("there", np.float32(0.5), np.bool_(terminated), truncated, {}))
+    env = text_env(inner, parse=str.upper)
+    env.reset()
+    step = env.step("left")
+    assert inner.asked[-1] == "LEFT"  # It has no action space.
+    assert (step.done, step.terminated) == (terminated or truncated, terminated)
+    assert (type(step.reward), step.reward, step.info) == (float, 0.5, None)
+
+
 def test_infos_are_copies_of_what_the_environment_changes():
     lock = threading.Lock()
     info = {"t": 0, "seen": [0], "array": np.zeros(2), "lock": lock}
@@ -96,16 +108,6 @@ def test_infos_are_copies_of_what_the_environment_changes():
     assert (first["t"], first["seen"], first["array"].tolist()) == (0, [0], [0.0, 0.0])
     assert (second["t"], second["seen"], second["array"].tolist()) == (1, [0, 1], [1.0, 0.0])
     assert first["lock"] is lock  # It cannot be copied.
-
-
-@pytest.mark.parametrize("terminated", [False, True])
-@pytest.mark.parametrize("truncated", [False, True])
-def test_both_kinds_of_ends(terminated, truncated):
-    env = text_env(Scripted(("there", np.float32(0.5), np.bool_(terminated), truncated, {})))
-    env.reset()
-    step = env.step("0")
-    assert (step.done, step.terminated) == (terminated or truncated, terminated)
-    assert (type(step.reward), step.reward, step.info) == (float, 0.5, None)
 
 
 def test_the_time_limit_truncates_in_a_collector():
@@ -171,15 +173,6 @@ def test_a_group_of_an_item_without_a_seed_begins_alike():
 
 
 @pytest.mark.parametrize(
-    ("data", "error"),
-    [(7, TypeError), ({"seed": "a"}, TypeError), ({"sead": 3}, ValueError)],
-)
-def test_bad_data_is_refused(data, error):
-    with pytest.raises(error, match=r"data.*\.$"):
-        lake().reset(data)
-
-
-@pytest.mark.parametrize(
     ("prompt", "opening"),
     [
         (None, [("user", "start")]),
@@ -193,11 +186,6 @@ def test_bad_data_is_refused(data, error):
 def test_prompts(prompt, opening):
     messages = text_env(Scripted(), prompt=prompt).reset({"text": "Hi."})
     assert [(message["role"], message["content"]) for message in messages] == opening
-
-
-def test_a_prompt_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="prompt must be a text, a list of messages"):
-        text_env(Scripted(), prompt=7).reset()
 
 
 # ---- actions -------------------------------------------------------------------------------------
@@ -215,13 +203,6 @@ def test_what_cannot_be_parsed_is_told_and_costs_a_turn():
     assert step.info == {"error": "invalid literal for int() with base 10: 'left'"}
     assert env.step("1").terminated
     assert inner.asked == [{}, 1]
-
-
-def test_another_error_of_parse_is_raised():
-    env = text_env(Scripted(), parse={"up": 0}.__getitem__)
-    env.reset()
-    with pytest.raises(KeyError):
-        env.step("left")
 
 
 SPACES = [
@@ -257,14 +238,6 @@ def test_only_actions_of_the_space_are_executed(space, inside, outside):
             assert inner.asked == [{}]
 
 
-def test_an_environment_without_an_action_space_gets_what_was_parsed():
-    inner = Scripted(("there", 0, True, False, {}))
-    env = text_env(inner, parse=str.upper)
-    env.reset()
-    env.step("left")
-    assert inner.asked[-1] == "LEFT"
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -272,17 +245,63 @@ class Vector(gym.vector.VectorEnv):
     num_envs = 2
 
 
-@pytest.mark.parametrize("make", [Vector, lambda: Vector(), lambda: gym.make_vec("CartPole-v1", 2)])
-def test_vector_environments_are_refused_by_name(make):
-    with pytest.raises(TypeError, match="must be a single environment, got the vector environment"):
-        GymTextEnv(make, render=shown, parse=integer).reset()
+def env_of(make="FrozenLake-v1", render=shown, parse=integer):
+    return GymTextEnv(make, render=render, parse=parse)
 
 
-def test_environments_are_refused_for_make():
-    with pytest.raises(TypeError, match=r"make must be .* got TimeLimit"):
-        GymTextEnv(gym.make("FrozenLake-v1"), render=shown, parse=integer)
-    with pytest.raises(TypeError, match="make must make an environment with reset and step"):
-        GymTextEnv(lambda: 7, render=shown, parse=integer).reset()
+def step_of(inner, said="0", **kwargs):
+    env = text_env(inner, **kwargs)
+    env.reset()
+    return env.step(said)
+
+
+VECTOR = "must be a single environment, got the vector environment"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: lake().reset(7), TypeError, r"data.*\.$"),
+        (lambda: lake().reset({"seed": "a"}), TypeError, r"data.*\.$"),
+        (lambda: lake().reset({"sead": 3}), ValueError, r"data.*\.$"),
+        (
+            lambda: text_env(Scripted(), prompt=7).reset(),
+            TypeError,
+            "prompt must be a text, a list of messages",
+        ),
+        (lambda: env_of(Vector).reset(), TypeError, VECTOR),
+        (lambda: env_of(lambda: Vector()).reset(), TypeError, VECTOR),
+        (lambda: env_of(lambda: gym.make_vec("CartPole-v1", 2)).reset(), TypeError, VECTOR),
+        (lambda: env_of(gym.make("FrozenLake-v1")), TypeError, "make must be .* got TimeLimit"),
+        (
+            lambda: env_of(lambda: 7).reset(),
+            TypeError,
+            "make must make an environment with reset and step",
+        ),
+        (lambda: env_of("NoSuchLake-v1"), gym.error.Error, "NoSuchLake"),
+        (lambda: env_of(render=3), TypeError, "render must be a function"),
+        (lambda: env_of(parse=3), TypeError, "parse must be a function"),
+        (
+            lambda: env_of(Scripted, render=lambda seen, info: 3).reset(),
+            TypeError,
+            "render must return a text, got int",
+        ),
+        (
+            lambda: text_env(Scripted(opening="start")).reset(),
+            TypeError,
+            r"reset of Scripted must return .* older gym\.$",
+        ),
+        (
+            lambda: step_of(Scripted(("there", 0.0, True, {}))),
+            TypeError,
+            r"step of Scripted .* got tuple of 4 .* older gym\.$",
+        ),
+        (lambda: step_of(Scripted(), "left", parse={"up": 0}.__getitem__), KeyError, "left"),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize("again", [lambda env: env, lambda env: gym.wrappers.TimeLimit(env, 3)])
@@ -298,31 +317,6 @@ def test_an_environment_that_is_made_twice_is_refused(again):
             other.reset({"seed": 1})
     assert not env.step("1").done
     env.close()
-
-
-def test_an_unknown_id_is_refused_at_once():
-    with pytest.raises(gym.error.Error, match="NoSuchLake"):
-        GymTextEnv("NoSuchLake-v1", render=shown, parse=integer)
-
-
-@pytest.mark.parametrize("name", ["render", "parse"])
-def test_functions_are_required(name):
-    with pytest.raises(TypeError, match=f"{name} must be a function"):
-        GymTextEnv("FrozenLake-v1", **{"render": shown, "parse": integer, name: 3})
-
-
-def test_environments_of_the_older_gym_are_refused_by_name():
-    with pytest.raises(TypeError, match=r"reset of Scripted must return .* older gym\.$"):
-        text_env(Scripted(opening="start")).reset()
-    env = text_env(Scripted(("there", 0.0, True, {})))
-    env.reset()
-    with pytest.raises(TypeError, match=r"step of Scripted .* got tuple of 4 .* older gym\.$"):
-        env.step("0")
-
-
-def test_render_must_return_text():
-    with pytest.raises(TypeError, match="render must return a text, got int"):
-        GymTextEnv(Scripted, render=lambda seen, info: 3, parse=integer).reset()
 
 
 def test_a_step_without_an_episode_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 
 import lance as lance_library
 import pyarrow as pa
@@ -188,16 +187,6 @@ def test_the_other_episodes_of_a_damaged_file_are_readable(damage, tmp_path):
             assert_same(dataset.episode(i), walk(1 + i // 2))
 
 
-def test_what_is_read_may_be_changed(tmp_path):
-    path = tmp_path / "x.lance"
-    write(path, [walk(4)])
-    dataset = EpisodeDataset(path)
-    episode = dataset.episode(0)
-    episode["observation"].zero_()
-    assert_same(dataset.episode(0), walk(4))
-    assert_same(episode["next"], walk(4)["next"])
-
-
 def test_a_fork_is_refused_before_lance_crashes_in_it(tmp_path, monkeypatch):
     write(tmp_path / "x.lance", [walk(4)])
     monkeypatch.setattr(lance, "_process", os.getpid() + 1)
@@ -224,10 +213,3 @@ def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(tmp_path):
     for _ in range(3):
         seen = [tuple(clip) for batch in loader for clip in batch["step"].tolist()]
         assert sorted(seen) == expected
-
-
-def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lance", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-mt\[lance\]'"):
-        open_episodes(tmp_path / "x.lance")
-    assert not (tmp_path / "x.lance").exists()

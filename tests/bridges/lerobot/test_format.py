@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tests.bridges.lerobot.lerobot_folder import FEATURES, TASKS, random_frames, write_folder
 from torchrl_mt.data import EpisodeStorage
@@ -21,8 +20,6 @@ from torchrl_mt.datasets import (
     DatasetError,
     EpisodeDataset,
     load_episodes,
-    open_episodes,
-    save_episodes,
 )
 
 LENGTHS = (4, 7, 1)
@@ -106,27 +103,6 @@ def test_an_episode_ends_truncated_unless_it_says_otherwise(folder, tmp_path):
     assert not end["terminated"].any()
 
 
-@pytest.mark.parametrize(
-    ("one_row_group", "stride"), [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
-)
-def test_clips_are_parts_of_episodes(tmp_path, one_row_group, stride):
-    lengths, files = (9, 5, 12, 3, 8), (0, 0, 1, 1, 1)
-    features = {name: each for name, each in FEATURES.items() if name != "note"}
-    write_folder(tmp_path, lengths, files=files, features=features, one_row_group=one_row_group)
-    dataset = EpisodeDataset(tmp_path, ["observation", "action", "next", "frame"])
-    storage = EpisodeStorage(100)
-    assert load_episodes(dataset, storage) == 5
-    assert storage.metadata(3) == {"episode_index": 3, "tasks": [TASKS[1]]}
-    from_disk = ClipDataset(dataset, 3, stride=stride)
-    from_memory = ClipDataset(storage, 3, stride=stride)
-    assert len(from_disk) == len(from_memory) == storage.num_clips(3 * stride)
-    order = np.random.default_rng(0).permutation(len(from_disk)).tolist()
-    batch = from_disk.__getitems__(order)
-    for place, i in enumerate(order):
-        for key in batch[place].keys(include_nested=True, leaves_only=True):
-            assert torch.equal(batch[place][key], from_memory[i][key]), (i, key)
-
-
 def test_the_frames_of_a_video_are_those_of_pyav(folder):
     """Any frames, read in any order, are bit for bit those that PyAV decodes from the beginning."""
     root, _ = folder
@@ -159,30 +135,7 @@ def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
     assert theirs.get("language_instruction").tolist() == tasks
 
 
-@pytest.mark.slow
-def test_workers_of_a_loader_read_it(folder):
-    root, _ = folder
-    clips = ClipDataset(EpisodeDataset(root, ["observation", "frame"]), 3)
-    expected = sorted(clip["frame"].tolist() for clip in clips)
-    loader = DataLoader(clips, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    seen = [frames for batch in loader for frames in batch["frame"].tolist()]
-    assert sorted(seen) == expected
-
-
 # ---- into other places --------------------------------------------------------------------------
-
-
-def test_it_becomes_another_data_set(folder, tmp_path):
-    root, _ = folder
-    source = EpisodeDataset(root)
-    assert save_episodes(source, tmp_path / "copy.h5") == 3
-    copy = EpisodeDataset(tmp_path / "copy.h5")
-    for i in range(3):
-        a, b = copy.episode(i), source.episode(i)
-        for key in b.keys(include_nested=True, leaves_only=True):
-            same = a[key] == b[key]
-            assert same.all() if isinstance(same, torch.Tensor) else same
-        assert copy.metadata(i) == source.metadata(i)
 
 
 def test_loading_needs_the_memory_of_some_episodes_only(tmp_path):
@@ -199,13 +152,6 @@ def test_loading_needs_the_memory_of_some_episodes_only(tmp_path):
 
 
 # ---- refusals and damage ------------------------------------------------------------------------
-
-
-def test_it_is_not_written(folder, tmp_path):
-    with pytest.raises(ValueError, match="'lerobot' can be read only"):
-        open_episodes(folder[0], mode="append")
-    with pytest.raises(ValueError, match="'lerobot' can be read only"):
-        open_episodes(tmp_path / "new", format="lerobot")
 
 
 def test_other_layouts_and_damage_are_named(tmp_path):

@@ -11,17 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.utils import unravel_key
-from torch.utils.data import DataLoader
 
-from tests.tiers import few_or_many
-from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import (
     ClipDataset,
     DatasetError,
     EpisodeDataset,
-    load_episodes,
-    open_episodes,
-    save_episodes,
 )
 
 gym = pytest.importorskip("gymnasium")
@@ -228,56 +222,6 @@ def test_it_equals_what_torchrl_reads(minari, tmp_path, monkeypatch):
 # ---- clips, and into other places ---------------------------------------------------------------
 
 
-@every_layout
-@few_or_many(2, 20)
-def test_clips_are_parts_of_episodes(minari, layout, examples, tmp_path):
-    act = gym.spaces.Box(-1, 1, (2,), np.float32)
-    make(
-        minari,
-        layout,
-        obs=gym.spaces.Dict({"box": BOX, "image": IMAGE}),
-        act=act,
-        lengths=(9, 2, 7),
-    )
-    dataset = EpisodeDataset(tmp_path / "demo-v0")
-    storage = EpisodeStorage(100)
-    assert load_episodes(dataset, storage) == 3
-    assert storage.metadata(0)["options"]["name"] == "easy"
-    rng = np.random.default_rng(0)
-    keys = ["observation", "action", "info", "next"]
-    for stride in (1, 2):
-        from_disk = ClipDataset(EpisodeDataset(tmp_path / "demo-v0", keys), 3, stride=stride)
-        from_memory = ClipDataset(storage, 3, stride=stride)
-        assert len(from_disk) == len(from_memory)
-        for i in rng.permutation(len(from_disk))[:examples].tolist():
-            a, b = from_disk[i], from_memory[i]
-            for key in a.keys(include_nested=True, leaves_only=True):
-                same = a[key] == b[key]
-                assert same.all() if isinstance(same, torch.Tensor) else same, key
-
-
-@pytest.mark.slow
-@every_layout
-def test_workers_of_a_loader_read_it(minari, layout, tmp_path):
-    make(minari, layout, obs=BOX, lengths=(6, 3, 5))
-    clips = ClipDataset(tmp_path / "demo-v0", 3)
-    expected = sorted(clip["observation"].tolist() for clip in clips)
-    loader = DataLoader(clips, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    seen = [clip for batch in loader for clip in batch["observation"].tolist()]
-    assert sorted(seen) == expected
-
-
-@pytest.mark.parametrize("format", ["hdf5", "jsonl"])
-def test_it_becomes_another_data_set(minari, format, tmp_path):
-    make(minari, "hdf5")
-    source = EpisodeDataset(tmp_path / "demo-v0")
-    assert save_episodes(source, tmp_path / "copy", format=format) == 3
-    copy = EpisodeDataset(tmp_path / "copy")
-    for i in range(3):
-        assert (copy.episode(i) == source.episode(i)).all()
-        assert copy.metadata(i) == source.metadata(i)
-
-
 def test_only_the_rows_that_are_needed_are_read(minari, tmp_path, monkeypatch):
     make(minari, "hdf5", obs=BOX, infos=False, lengths=(50, 60))
     clips = ClipDataset(tmp_path / "demo-v0", 4)
@@ -307,14 +251,6 @@ def test_infos_that_came_with_steps_alone(minari, tmp_path):
 
 
 # ---- refusals and damage ------------------------------------------------------------------------
-
-
-def test_it_is_not_written(minari, tmp_path):
-    make(minari, "hdf5")
-    with pytest.raises(ValueError, match="'minari' can be read only"):
-        open_episodes(tmp_path / "demo-v0", mode="append")
-    with pytest.raises(ValueError, match="'minari' can be read only"):
-        open_episodes(tmp_path / "new", format="minari")
 
 
 @every_layout

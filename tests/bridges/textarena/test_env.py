@@ -269,32 +269,6 @@ def test_games_without_a_seed_differ_and_say_their_seed():
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [
-        (7, TypeError),
-        ({"seed": "a"}, TypeError),
-        ({"sed": 3}, ValueError),
-        ({"seed": 1, "player_id": 2}, ValueError),
-        ({"seed": 1, "player_id": "1"}, ValueError),
-    ],
-)
-def test_bad_data_is_refused(data, error):
-    env = TextArenaEnv("Dice-v0", opponents=plays, player_id=None)
-    with pytest.raises(error, match=r"(data|player_id).*\.$"):
-        asyncio.run(env.reset(data))
-
-
-def test_data_with_another_player_than_the_environments_is_refused():
-    async def check():
-        env = TextArenaEnv("Dice-v0", opponents=plays)
-        await env.reset({"seed": 1, "player_id": 0})
-        with pytest.raises(ValueError, match=r"data\['player_id'\] must be 0,.*got 1: .*None.*\.$"):
-            await env.reset({"seed": 1, "player_id": 1})
-
-    asyncio.run(check())
-
-
 def test_data_without_a_seed_determines_the_game():
     async def check():
         env = TextArenaEnv("Dice-v0", opponents=plays, player_id=None)
@@ -455,47 +429,6 @@ def test_opponents_play_their_seats_in_order_plain_or_async():
     asyncio.run(check())
 
 
-def test_an_opponent_may_end_the_game():
-    env = TextArenaEnv("Dice-v0", opponents=lambda seen: "end", player_id=0)
-    _, (step,) = asyncio.run(play(env, {"seed": 1}, ["go"]))
-    assert (step.terminated, step.info["rewards"]) == (True, {0: 0.0, 1: 0.25, 2: 0.5})
-    env = TextArenaEnv("Dice-v0", opponents=lambda seen: "end", player_id=1)
-    with pytest.raises(
-        RuntimeError, match="over before the first turn of the model's player 1: so"
-    ):
-        asyncio.run(env.reset({"seed": 1}))
-
-
-def test_an_opponent_that_returns_no_text_is_refused():
-    env = TextArenaEnv("Dice-v0", opponents=lambda seen: 4)
-    with pytest.raises(TypeError, match=r"opponents must return a move.* got 4 .* player 1\.$"):
-        asyncio.run(play(env, {"seed": 1}, ["go"]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
-        ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
-        ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
-        ({"opponents": plays, "player_id": 2}, ValueError, "player_id must be one of the 2"),
-        ({"player_id": True}, ValueError, "player_id"),
-        ({"num_players": 0}, ValueError, "num_players"),
-    ],
-)
-def test_bad_players_are_refused(arguments, error, match):
-    with pytest.raises(error, match=match):
-        TextArenaEnv("Dice-v0", **arguments)
-
-
-def test_a_game_of_another_number_of_players_is_named():
-    with pytest.raises(
-        ValueError,
-        match=r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
-    ):
-        TextArenaEnv("TicTacToe-v0")
-
-
 # ---- games that are odd --------------------------------------------------------------------------
 
 
@@ -503,13 +436,6 @@ def test_a_turn_with_nothing_new_says_so():
     register("Silent-v0", lambda: Dice(say=False))
     _, (step,) = asyncio.run(play(TextArenaEnv("Silent-v0"), {"seed": 1}, ["go"]))
     assert step.messages == user("[GAME] Your turn.")
-
-
-@pytest.mark.parametrize("end", [{1: 0.5}, {0: "You lost."}, {0: None}])
-def test_a_game_without_a_reward_is_refused(end):
-    register("Unjudged-v0", lambda: Dice(end=end))
-    with pytest.raises(ValueError, match="ended without a reward for player 0: its rewards are"):
-        asyncio.run(play(TextArenaEnv("Unjudged-v0"), {"seed": 1}, ["end"]))
 
 
 def test_a_game_that_cannot_be_copied_is_made_for_each_episode():
@@ -552,11 +478,91 @@ def test_a_step_without_a_game_is_refused():
     asyncio.run(check())
 
 
-def test_what_cannot_be_made_is_refused_at_once(monkeypatch):
-    with pytest.raises(ValueError, match="env_id must be a registered game of TextArena, got 'No'"):
-        TextArenaEnv("No")
-    with pytest.raises(TypeError, match="colour"):
-        TextArenaEnv("Dice-v0", colour="red")
+def test_an_opponent_may_end_the_game():
+    env = TextArenaEnv("Dice-v0", opponents=lambda seen: "end", player_id=0)
+    _, (step,) = asyncio.run(play(env, {"seed": 1}, ["go"]))
+    assert (step.terminated, step.info["rewards"]) == (True, {0: 0.0, 1: 0.25, 2: 0.5})
+
+
+def dice(*moves, name="Dice-v0", data=None, **arguments):
+    """Play a game."""
+    return asyncio.run(play(TextArenaEnv(name, **arguments), data or {"seed": 1}, moves))
+
+
+def unjudged(end):
+    register("Unjudged-v0", lambda: Dice(end=end))
+    return dice("end", name="Unjudged-v0")
+
+
+ANY = {"opponents": plays, "player_id": None}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *(
+            (lambda data=data: dice(data=data, **ANY), error, r"(data|player_id).*\.$")
+            for data, error in [
+                (7, TypeError),
+                ({"seed": "a"}, TypeError),
+                ({"sed": 3}, ValueError),
+                ({"seed": 1, "player_id": 2}, ValueError),
+                ({"seed": 1, "player_id": "1"}, ValueError),
+            ]
+        ),
+        (
+            lambda: dice(data={"seed": 1, "player_id": 1}, opponents=plays),
+            ValueError,
+            r"data\['player_id'\] must be 0,.*got 1: .*None.*\.$",
+        ),
+        *(
+            (lambda arguments=arguments: dice(**arguments), error, message)
+            for arguments, error, message in [
+                ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
+                ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
+                ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
+                (
+                    {"opponents": plays, "player_id": 2},
+                    ValueError,
+                    "player_id must be one of the 2",
+                ),
+                ({"player_id": True}, ValueError, "player_id"),
+                ({"num_players": 0}, ValueError, "num_players"),
+                ({"colour": "red"}, TypeError, "colour"),
+                ({"name": "No"}, ValueError, "env_id must be a registered game of .* got 'No'"),
+                (
+                    {"name": "TicTacToe-v0"},
+                    ValueError,
+                    r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
+                ),
+                (
+                    {"opponents": lambda seen: "end", "player_id": 1},
+                    RuntimeError,
+                    "over before the first turn of the model's player 1: so",
+                ),
+            ]
+        ),
+        (
+            lambda: dice("go", opponents=lambda seen: 4),
+            TypeError,
+            r"opponents must return a move.* got 4 .* player 1\.$",
+        ),
+        *(
+            (
+                lambda end=end: unjudged(end),
+                ValueError,
+                "ended without a reward for player 0: its re",
+            )
+            for end in ({1: 0.5}, {0: "You lost."}, {0: None})
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
     with pytest.raises(ImportError, match=r"TextArenaEnv needs .* pip install textarena"):
         TextArenaEnv("Dice-v0")

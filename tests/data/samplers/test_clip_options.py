@@ -90,10 +90,10 @@ def test_padding_repeats_the_last_step_of_shorter_clips(
             assert {key: leaf for key, leaf in step.items() if key not in marks} == last
 
 
-@pytest.mark.parametrize("length", [2, 3, 7])
-def test_padding_is_that_of_slice_sampler(make, length):
-    """Of the only episode there is, which clips longer than it hold whole."""
-    options = {"slice_len": 5, "strict_length": False, "pad_output": True}
+@pytest.mark.parametrize(("length", "padded"), [(2, True), (3, True), (7, True), (5, False)])
+def test_padding_and_marks_are_those_of_slice_sampler(make, length, padded):
+    """Of the only episode there is, which clips at least as long hold whole."""
+    options = {"slice_len": 5, "strict_length": not padded, "pad_output": padded}
     ours = buffer(ClipSampler(**options))
     theirs = TensorDictReplayBuffer(
         storage=LazyTensorStorage(20), sampler=SliceSampler(**options, traj_key="episode")

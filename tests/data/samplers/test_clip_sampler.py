@@ -9,27 +9,23 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict import lazy_stack as stack
 from torchrl.data import (
-    LazyTensorStorage,
     ReplayBuffer,
-    SliceSampler,
     TensorDictReplayBuffer,
 )
 
+from tests.data.handles import HANDLES
 from tests.tiers import examples
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 from torchrl_mt.data._store.columns.columns import RecordColumn
 from torchrl_mt.data._store.columns.rows import Windows
-from torchrl_mt.data._store.handles import HANDLES
 
 
-def buffer(cls=ReplayBuffer, max_steps=100, seed=0, prefetch=None, batch_size=None, **kwargs):
+def buffer(cls=ReplayBuffer, max_steps=100, seed=0, **kwargs):
     return cls(
         storage=EpisodeStorage(max_steps),
         writer=EpisodeWriter(),
         sampler=ClipSampler(**kwargs),
         generator=torch.Generator().manual_seed(seed),
-        batch_size=batch_size,
-        prefetch=prefetch,
     )
 
 
@@ -121,15 +117,16 @@ def joined(steps):
     weighting=st.sampled_from(["clip", "episode"]),
     shape=st.sampled_from([(), (2,), (2, 3)]),
     turns=st.booleans(),
+    by_number=st.booleans(),
 )
 def test_clips_are_those_sliced_from_the_stored_episodes(
-    make, lengths, slice_len, stride, form, weighting, shape, turns
+    make, lengths, slice_len, stride, form, weighting, shape, turns, by_number
 ):
     torch.manual_seed(0)
     strict, layout = form != "short", "clips" if form == "clips" else "flat"
     rb = buffer(
         max_steps=40,
-        slice_len=slice_len,
+        **({"num_slices": 5} if by_number else {"slice_len": slice_len}),
         stride=stride,
         strict_length=strict,
         weighting=weighting,
@@ -191,62 +188,6 @@ def test_clips_are_those_sliced_from_the_stored_episodes(
         assert torch.equal(flat["next", "terminated"], flag)
 
 
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
-def test_layouts_differ_in_shape_only(make, cls, stride, form):
-    samples = []
-    for layout in ("flat", "clips"):
-        rb = buffer(cls, layout=layout, stride=stride, **form)
-        rb.extend(make.vectors([9, 12, 8]))
-        samples.append(rb.sample(20, return_info=True))
-    (flat, flat_info), (clips, clips_info) = samples
-    assert flat.batch_size == (20,)
-    assert clips.batch_size == (5, 4)
-    assert make.steps(clips.reshape(20)) == make.steps(flat)
-    assert flat_info.keys() == clips_info.keys() == {"index"}
-    assert torch.equal(clips_info["index"], flat_info["index"].unflatten(0, (5, 4)))
-    assert clips["next", "reward"].shape == (5, 4, 1)
-    assert clips["next", "truncated"].squeeze(-1).tolist() == [[False] * 3 + [True]] * 5
-    assert clips["is_init"][:, 0].all()
-
-
-def test_a_strided_clip_by_hand():
-    rb = buffer(slice_len=2, stride=3, layout="clips")
-    steps = torch.arange(6.0)
-    done = torch.arange(6)[:, None] == 5
-    rb.extend(
-        TensorDict(
-            {
-                "observation": steps[:, None],
-                "action": torch.stack([steps, -steps], 1),
-                "next": {"observation": steps[:, None] + 1, "reward": 10.0**steps, "done": done},
-            },
-            [6],
-        )
-    )
-    sample, info = rb.sample(2, return_info=True)
-    assert rb.storage.places(info["index"]).tolist() == [[0, 3]]
-    assert sample["observation"].tolist() == [[[0.0], [3.0]]]
-    assert sample["next", "observation"].tolist() == [[[3.0], [6.0]]]
-    assert sample["action"].tolist() == [[[0, 0, 1, -1, 2, -2], [3, -3, 4, -4, 5, -5]]]
-    assert sample["next", "reward"].tolist() == [[111.0, 111000.0]]
-    assert sample["next", "done"].tolist() == [[[False], [True]]]
-
-
-def test_strides_need_actions_and_rewards_of_one_shape(make):
-    rb = buffer(slice_len=2, stride=2)
-    data = make.turns([5])
-    for k, step in enumerate(data.tensordicts):
-        step["action"] = torch.arange(k)
-    rb.extend(data)
-    with pytest.raises(ValueError, match=r"'action' .* got a ragged entry: use stride=1"):
-        rb.sample(4)
-    rb.extend(data)
-    rb.set_sampler(ClipSampler(slice_len=2))
-    assert rb.sample(4).batch_size == (4,)
-
-
 @pytest.mark.parametrize("layout", ["flat", "clips"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_selector_chooses(make, layout, stride):
@@ -256,9 +197,7 @@ def test_the_selector_chooses(make, layout, stride):
         calls.append((step, storage, num_slices, span))
         return torch.arange(step * num_slices, (step + 1) * num_slices) % storage.num_clips(span)
 
-    rb = buffer(
-        max_steps=30, slice_len=2, stride=stride, selector=selector, layout=layout, prefetch=None
-    )
+    rb = buffer(max_steps=30, slice_len=2, stride=stride, selector=selector, layout=layout)
     rb.extend(make.vectors([9, 8]))
     rb.extend(make.vectors([9, 3, 4], seed=1, first_id=2))
     span, starts, first = 2 * stride, [], 0
@@ -279,104 +218,23 @@ def test_the_selector_chooses(make, layout, stride):
     assert calls.pop()[0] == 4
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ([0, 1], TypeError, "tensor or array of integers, got list"),
-        (torch.tensor([0.0, 1.0]), ValueError, r"integers of shape \(2,\), got torch.float32"),
-        (np.array([0.0, 1.0]), ValueError, "got torch.float64"),
-        (torch.tensor([0, 7], dtype=torch.int32), ValueError, r"in \[0, 7\).* from 0 to 7"),
-        (np.array([-1, 0], dtype=np.int16), ValueError, r"in \[0, 7\).* from -1 to 0"),
-        (torch.tensor([True, False]), ValueError, "got torch.bool"),
-        (torch.tensor([0]), ValueError, r"shape \(2,\), got torch.int64 and \(1,\)"),
-        (torch.tensor([[0], [1]]), ValueError, r"got torch.int64 and \(2, 1\)"),
-        (torch.tensor([0, -1]), ValueError, r"in \[0, 7\).* 3 steps .* from -1 to 0"),
-        (torch.tensor([7, 2]), ValueError, r"in \[0, 7\).* 3 steps .* from 2 to 7"),
-    ],
-)
-def test_what_a_selector_gives_is_checked(make, given, error, message):
-    steps = []
-    rb = buffer(slice_len=3, selector=lambda step, *_: steps.append(step) or given)
-    rb.extend(make.vectors([9]))
-    for _ in range(2):
-        with pytest.raises(error, match=message):
-            rb.sample(6)
-    assert steps == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "clips", [torch.tensor([4, 0], dtype=torch.int32), np.array([4, 0]), np.uint8([4, 0])]
-)
-def test_a_selector_may_give_any_integers(make, clips):
-    rb = buffer(slice_len=3, selector=lambda *_: clips)
-    rb.extend(make.vectors([9]))
-    assert rb.sample(6)["step"].tolist() == [4, 5, 6, 0, 1, 2]
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("form", [{"slice_len": 4}, {"num_slices": 5}])
-def test_marks_are_those_of_slice_sampler(make, cls, form):
-    data = make.vectors([6, 9, 5])
-    ours = buffer(cls, **form)
-    theirs = cls(storage=LazyTensorStorage(100), sampler=SliceSampler(**form))
-    ours.extend(data.clone())
-    theirs.extend(data.clone())
-    (a, info_a), (b, info_b) = (rb.sample(20, return_info=True) for rb in (ours, theirs))
-    assert set(info_a) == {"index"}
-    assert a.batch_size == b.batch_size
-    assert set(a.keys(True, True)) == set(b.keys(True, True))
-    for key in info_b.keys() - {"index"}:  # where SliceSampler's marks are
-        assert a[key].shape == info_b[key].shape
-        assert a[key].dtype == info_b[key].dtype
-    stored, index = ours[:], ours.storage.places(info_a["index"])
-    ends = torch.arange(20) % 4 == 3
-    assert torch.equal(a["next", "truncated"].squeeze(-1), ends)
-    done = stored["next", "done"][index].squeeze(-1)
-    assert torch.equal(a["next", "done"].squeeze(-1), ends | done)
-    assert torch.equal(a["next", "terminated"], stored["next", "terminated"][index])
-    starts = torch.arange(20) % 4 == 0
-    assert torch.equal(a["is_init"].squeeze(-1), starts | stored["is_init"][index].squeeze(-1))
-    assert torch.equal(a["done"], stored["done"][index])
-
-
-def test_marks_take_the_shape_of_the_done_flag():
-    for done in (torch.tensor([0, 0, 1, 0, 1]) > 0, torch.ones(5, 2, 1) > 0):
-        rb = buffer(TensorDictReplayBuffer, slice_len=2)
-        if done.ndim > 1:
-            done = done & (torch.arange(5) == 4)[:, None, None]
-        rb.extend(TensorDict({"next": {"done": done}}, [5]))
-        sample = rb.sample(6)
-        for flag in ("done", "truncated", "terminated"):
-            assert sample["next", flag].shape == (6, *done.shape[1:])
-        assert sample["next", "truncated"].reshape(3, 2, -1).any(-1).tolist() == [[False, True]] * 3
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("layout", ["flat", "clips"])
-def test_marks_that_are_not_stored_are_in_the_sample(cls, layout):
+@pytest.mark.parametrize("flags", [{"done": torch.arange(4) == 3}, {}])
+def test_marks_that_are_not_stored_are_in_the_sample(make, cls, layout, flags):
     rb = buffer(cls, slice_len=2, layout=layout)
-    rb.extend(TensorDict({"step": torch.arange(4), "next": {"done": torch.arange(4) == 3}}, [4]))
+    data = TensorDict({"step": torch.arange(4), **({"next": flags} if flags else {})}, [4])
+    rb.storage.append(data)
     sample = rb.sample(6)
     assert set(sample["next"].keys()) == {"done", "terminated", "truncated"}
     assert "is_init" not in sample
     clips = sample.reshape(3, 2)
-    assert clips["next", "truncated"].tolist() == [[False, True]] * 3
+    for name in ("done", "terminated", "truncated"):
+        assert (clips["next", name].dtype, clips["next", name].numel()) == (torch.bool, 6)
+        assert clips["next", name].ndim == (2 if flags else 3)
+    assert clips["next", "truncated"].view(3, 2).tolist() == [[False, True]] * 3
     assert not clips["next", "terminated"].any()
-    # What is stored has no marks.
-    assert set(rb[:]["next"].keys()) == {"done"}
-    assert rb[:]["next", "done"].tolist() == [False, False, False, True]
-
-
-def test_marks_of_data_without_flags_are_of_one_element(make):
-    # By the ids alone: episodes that are stored whole have no flag of their own.
-    rb = buffer(slice_len=2)
-    rb.storage.append(TensorDict({"step": torch.arange(4)}, [4]))
-    sample = rb.sample(6)
-    for flag in ("done", "terminated", "truncated"):
-        assert (sample["next", flag].dtype, sample["next", flag].shape) == (torch.bool, (6, 1))
-    assert sample["next", "truncated"].view(3, 2).tolist() == [[False, True]] * 3
-    assert torch.equal(sample["next", "done"], sample["next", "truncated"])
-    assert not sample["next", "terminated"].any()
+    assert make.steps(rb[:]) == make.steps(data)  # What is stored has no marks.
 
 
 def test_marks_can_be_switched_off(make):
@@ -442,18 +300,8 @@ def test_clips_are_drawn_uniformly(make, weighting, strict, stride):
     assert chi2 < 37.4
 
 
-def test_the_buffers_generator_decides(make):
-    data = make.vectors([9, 9])
-    draws = []
-    for seed in (0, 0, 1):
-        rb = buffer(slice_len=2, seed=seed)
-        rb.extend(data)
-        torch.manual_seed(len(draws))
-        draws.append(rb.sample(40, return_info=True)[1]["index"].tolist())
-    assert draws[0] == draws[1] != draws[2]
-
-
 def test_each_record_is_gathered_once(make, monkeypatch):
+    """Of the private columns: no sample tells how often memory was read for it."""
     rb = buffer(TensorDictReplayBuffer, slice_len=3)
     data = make.vectors([9, 9])
     data["image"] = torch.randn(18, 200)
@@ -493,45 +341,27 @@ def test_an_index_that_was_changed_is_read_as_it_is_now(make):
     assert make.steps(rb.storage.get(index)) == [stored[i] for i in index.tolist()]
 
 
-def test_a_selection_outlives_a_write(make):
-    rb = buffer(max_steps=10, slice_len=3)
-    data = make.vectors([9])
-    rb.extend(data)
-    index, _ = rb.sampler.sample(rb.storage, 6)
-    places = rb.storage.places(index)
-    rb.extend(make.vectors([9], seed=1, first_id=1))
-    expected = make.steps(stack(marked(data[places].unbind(0), [3, 3])))
-    assert make.steps(rb.storage.get(index)) == expected
-    # It is read once: then the steps have left.
-    with pytest.raises(IndexError, match="not stored"):
-        rb.storage.get(index)
-
-
-def test_a_selection_outlives_a_load(make):
-    rb, other = buffer(max_steps=10, slice_len=3), EpisodeStorage(10)
-    data = make.vectors([9])
-    rb.extend(data)
-    other.append(make.vectors([9], seed=1))
-    index, _ = rb.sampler.sample(rb.storage, 6)
-    places = rb.storage.places(index)
-    rb.storage.load_state_dict(other.state_dict())
-    assert make.steps(rb[:]) == make.steps(other[:])
-    expected = make.steps(stack(marked(data[places].unbind(0), [3, 3])))
-    assert make.steps(rb.storage.get(index)) == expected
-
-
 @pytest.mark.parametrize("layout", ["flat", "clips"])
-def test_a_strided_selection_outlives_a_write(make, layout):
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("how", ["write", "load"])
+def test_a_selection_outlives_what_follows_and_is_read_once(make, how, stride, layout):
     reads = []
-    for write in (False, True):
-        rb = buffer(max_steps=10, slice_len=3, stride=2, layout=layout)
+    for follows in (False, True):
+        rb = buffer(max_steps=10, slice_len=3, stride=stride, layout=layout)
         rb.extend(make.vectors([9]))
         index, _ = rb.sampler.sample(rb.storage, 6)
-        if write:
+        if follows and how == "write":
             rb.extend(make.vectors([9], seed=1, first_id=1))
+        elif follows:
+            other = EpisodeStorage(10)
+            other.append(make.vectors([9], seed=1))
+            rb.storage.load_state_dict(other.state_dict())
+            assert make.steps(rb[:]) == make.steps(other[:])
         reads.append(rb.storage.get(index))
     assert reads[0].batch_size == reads[1].batch_size == index.shape
     assert make.steps(reads[0].reshape(-1)) == make.steps(reads[1].reshape(-1))
+    with pytest.raises(IndexError, match="not stored"):  # by now
+        rb.storage.get(index)
 
 
 def test_few_selections_are_kept_that_are_not_read(make):
@@ -600,26 +430,91 @@ def test_samples_of_different_marks_are_not_read_together(make):
         ClipSampler(slice_len=1, stride=64).sample(rb.storage, 1)
 
 
-def test_bad_arguments_are_refused():
-    for kwargs in ({}, {"slice_len": 2, "num_slices": 2}):
-        with pytest.raises(TypeError, match="exactly one of slice_len and num_slices"):
-            ClipSampler(**kwargs)
-    with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
-        ClipSampler(slice_len=0)
-    with pytest.raises(ValueError, match="weighting must be"):
-        ClipSampler(slice_len=2, weighting="x")
-    for stride in (0, 1.5, True):
-        with pytest.raises(ValueError, match=f"stride must be a positive integer, got {stride}"):
-            ClipSampler(slice_len=2, stride=stride)
-    with pytest.raises(ValueError, match="layout must be"):
-        ClipSampler(slice_len=2, layout="x")
-    with pytest.raises(ValueError, match="use strict_length=True"):
-        ClipSampler(slice_len=2, layout="clips", strict_length=False)
-    with pytest.raises(TypeError, match=r"selector must be a function .*, got int"):
-        ClipSampler(slice_len=2, selector=3)
-    for kwargs in ({"strict_length": False}, {"weighting": "episode"}):
-        with pytest.raises(ValueError, match="selector chooses among the clips of full length"):
-            ClipSampler(slice_len=2, selector=lambda *_: None, **kwargs)
+def ragged(make, selector=None, **kwargs):
+    """A buffer of turns with actions of several lengths."""
+    rb, data = buffer(selector=selector, **kwargs), make.turns([9])
+    for k, step in enumerate(data.tensordicts):
+        step["action"] = torch.arange(k)
+    rb.extend(data)
+    return rb
+
+
+def chosen(clips):
+    """Sample what a selector gives."""
+    return lambda make: ragged(make, lambda *_: clips, slice_len=3).sample(6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *(
+            (lambda _, kwargs=kwargs: ClipSampler(**kwargs), error, message)
+            for kwargs, error, message in [
+                ({}, TypeError, "exactly one of slice_len and num_slices"),
+                ({"slice_len": 2, "num_slices": 2}, TypeError, "exactly one of slice_len and num"),
+                ({"slice_len": 0}, ValueError, "slice_len must be a positive integer, got 0"),
+                ({"slice_len": 2, "weighting": "x"}, ValueError, "weighting must be"),
+                ({"slice_len": 2, "layout": "x"}, ValueError, "layout must be"),
+                ({"slice_len": 2, "selector": 3}, TypeError, "selector must be .*, got int"),
+                *(
+                    ({"slice_len": 2, "stride": bad}, ValueError, f"stride must be .*, got {bad}")
+                    for bad in (0, 1.5, True)
+                ),
+                *(
+                    ({"slice_len": 2, "selector": print, **more}, ValueError, "of full length")
+                    for more in ({"strict_length": False}, {"weighting": "episode"})
+                ),
+            ]
+        ),
+        (
+            lambda make: ragged(make, slice_len=2, stride=2).sample(4),
+            ValueError,
+            "'action' .* got a ragged entry: use stride=1",
+        ),
+        (chosen([0, 1]), TypeError, "tensor or array of integers, got list"),
+        *(
+            (chosen(clips), ValueError, message)
+            for clips, message in [
+                (torch.tensor([0.0, 1.0]), r"integers of shape \(2,\), got torch.float32"),
+                (np.array([0.0, 1.0]), "got torch.float64"),
+                (torch.tensor([0, 7], dtype=torch.int32), r"in \[0, 7\).* 3 steps .* 0 to 7"),
+                (np.array([-1, 0], dtype=np.int16), r"in \[0, 7\).* 3 steps .* -1 to 0"),
+                (torch.tensor([True, False]), "got torch.bool"),
+                (torch.tensor([0]), r"shape \(2,\), got torch.int64 and \(1,\)"),
+                (torch.tensor([[0], [1]]), r"got torch.int64 and \(2, 1\)"),
+            ]
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(make, call, error, message):
+    with pytest.raises(error, match=message):
+        call(make)
+
+
+@pytest.mark.parametrize(
+    "clips", [torch.tensor([4, 0], dtype=torch.int32), np.array([4, 0]), np.uint8([4, 0])]
+)
+def test_a_selector_may_give_any_integers(make, clips):
+    found = chosen(clips)(make).get("action", as_list=True)
+    assert [len(each) for each in found] == [4, 5, 6, 0, 1, 2]
+
+
+@pytest.mark.parametrize("sampler", [ClipSampler, PrioritizedClipSampler])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_generator_decides(make, sampler, own):
+    """The buffer's, or the global one of a buffer that has none."""
+    draws = []
+    for seed in (0, 0, 1):
+        rb = ReplayBuffer(
+            storage=EpisodeStorage(100),
+            writer=EpisodeWriter(),
+            sampler=sampler(slice_len=2),
+            generator=torch.Generator().manual_seed(seed) if own else None,
+        )
+        rb.extend(make.vectors([9, 9]))
+        torch.manual_seed(len(draws) if own else seed)
+        draws.append(rb.sample(40, return_info=True)[1]["index"].tolist())
+    assert draws[0] == draws[1] != draws[2]
 
 
 ENDS = torch.arange(6) == 5
@@ -655,16 +550,3 @@ def test_flags_keep_the_shape_and_dtype_that_they_are_stored_with(cls, stride, f
     if "terminated" in flags and "truncated" in flags:
         both = sample["next", "terminated"] | sample["next", "truncated"]
         assert both.shape == (8, *like.shape[1:])
-
-
-@pytest.mark.parametrize("layout", ["flat", "clips"])
-def test_marks_are_in_the_sample_only(make, layout):
-    rb = buffer(slice_len=2, layout=layout)
-    data = make.vectors([6, 5])
-    rb.extend(data)
-    sample, info = rb.sample(8, return_info=True)
-    for key in MARKS:
-        sample[key].logical_not_()
-    assert make.steps(rb[:]) == make.steps(data)
-    places = rb.storage.places(info["index"]).flatten()
-    assert make.steps(rb[places]) == make.steps(data[places])

@@ -110,19 +110,3 @@ def test_what_was_used_up_is_saved(make, how, tmp_path):
     rb.empty()
     rb.extend(make.vectors([2] * 3, first_id=9))
     assert sorted(episodes(rb.sample())) == [9, 10, 11]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"max_sample_count": 0, "replacement": False},
-            "must be a positive integer, got 0",
-        ),
-        ({"max_sample_count": True, "replacement": False}, "must be a positive integer"),
-        ({"max_sample_count": 1}, "use it with replacement=False"),
-    ],
-)
-def test_bad_counts_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        EpisodeSampler(**options)

@@ -37,41 +37,20 @@ def test_draws_with_replacement_are_uniform(make):
     assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
 
 
-@examples(50)
-@given(data=st.data())
-def test_an_epoch_gives_each_stored_episode_once(make, data):
-    rb, born, given_out = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False), 0, []
-    for _ in range(data.draw(st.integers(1, 25))):
-        if data.draw(st.booleans()) or not born:
-            lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-            rb.extend(make.vectors(lengths, seed=born, first_id=born))
-            born += len(lengths)
-            continue
-        live = set(range(born - rb.storage.num_episodes, born))
-        if live <= set(given_out):
-            given_out = []
-        left = live - set(given_out)
-        n = data.draw(st.integers(1, 4))
-        got = ids(make, rb.sample(n))
-        assert len(got) == min(n, len(left))
-        assert set(got) <= left
-        assert len(set(got)) == len(got)
-        given_out += got
-        assert rb.sampler.ran_out == (live <= set(given_out))
-
-
-@examples(50)
-@given(data=st.data())
-def test_an_epoch_gives_each_stored_group_once(make, data):
-    rb = buffer(max_steps=data.draw(st.integers(6, 30)), replacement=False, group_key="group")
+@examples(100, few=8)
+@given(data=st.data(), grouped=st.booleans())
+def test_an_epoch_gives_each_stored_episode_or_group_once(make, data, grouped):
+    rb = buffer(
+        max_steps=data.draw(st.integers(6, 30)),
+        replacement=False,
+        group_key="group" if grouped else None,
+    )
     group_of, given_out = [], []
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()) or not group_of:
             groups = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-            piece = make.vectors([1 + g % 3 for g in groups], first_id=len(group_of))
-            group_of += groups
-            piece["group"] = torch.tensor(group_of)[piece["episode"]]
-            rb.extend(piece)
+            rb.extend(groups_of(make, groups, first_id=len(group_of)))
+            group_of += groups if grouped else range(len(group_of), len(group_of) + len(groups))
             continue
         live = set(range(len(group_of) - rb.storage.num_episodes, len(group_of)))
         if live <= set(given_out):
@@ -83,6 +62,7 @@ def test_an_epoch_gives_each_stored_group_once(make, data):
         assert len(drawn) == min(n, len({group_of[i] for i in left}))
         assert got == [i for g in drawn for i in sorted(left) if group_of[i] == g]
         given_out += got
+        assert len(set(got)) == len(got)
         assert rb.sampler.ran_out == (live <= set(given_out))
 
 
@@ -153,26 +133,6 @@ def test_iterating_deals_each_whole_group_once(make):
         assert sorted(ids(make, batch) for batch in rb) == [[0, 4], [1, 3]]
 
 
-def test_the_epoch_of_whole_groups_goes_on_from_its_state(make, tmp_path):
-    groups = [g for g in range(8) for _ in range(2)] + [8]
-
-    def fresh():
-        return buffer(replacement=False, group_key="group", group_size=2)
-
-    rb = fresh()
-    rb.extend(groups_of(make, groups))
-    first = ids(make, rb.sample(3))
-    state = rb.state_dict()
-    rb.dumps(tmp_path)
-    rest = [ids(make, rb.sample(2)) for _ in range(3)]
-    for load in (lambda rb: rb.load_state_dict(state), lambda rb: rb.loads(tmp_path)):
-        other = fresh()
-        load(other)
-        assert [ids(make, other.sample(2)) for _ in range(3)] == rest
-        assert other.sampler.ran_out
-    assert sorted([*first, *(i for batch in rest for i in batch)]) == list(range(16))
-
-
 @pytest.mark.parametrize("size", [None, 3])
 def test_an_epoch_of_groups_of_another_size_is_begun_anew(make, size):
     def fresh(size):
@@ -200,14 +160,6 @@ def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
     assert str(rb.sampler.state_dict()) == before
     rb.extend(groups_of(make, [1, 1], first_id=7))
     assert ids(make, rb.sample(1)) == [2, 7, 8]
-
-
-@pytest.mark.parametrize("size", [0, 1.5, True, "2"])
-def test_group_size_is_a_positive_integer_and_needs_a_key(size):
-    with pytest.raises(ValueError, match="group_size must be a positive integer, got"):
-        EpisodeSampler(group_key="group", group_size=size)
-    with pytest.raises(ValueError, match="group_size=2 needs group_key"):
-        EpisodeSampler(group_size=2)
 
 
 def test_draws_without_replacement_are_in_random_order(make):
@@ -285,30 +237,10 @@ def test_groups_are_sampled_whole(make, kind, replacement):
     assert epochs[0] != epochs[1] or replacement
 
 
-def test_a_group_needs_one_value_per_step(make):
-    rb = buffer(group_key="observation")
-    rb.extend(make.vectors([2]))
-    with pytest.raises(ValueError, match="one value per step"):
-        rb.sample(1)
-    rb = buffer(group_key="group")
-    rb.extend(make.vectors([2]))
-    with pytest.raises(KeyError, match="'group' is not stored"):
-        rb.sample(1)
-
-
 def test_replacement_is_kept_by_the_metaclass():
     assert type(EpisodeSampler(replacement=False)) is EpisodeSampler
     assert not EpisodeSampler(replacement=False).replacement
     assert EpisodeSampler(replacement=True).replacement
-
-
-def test_a_group_that_cannot_be_hashed_is_refused():
-    rb = buffer(group_key="who")
-    data = TensorDict({"next": {"done": torch.tensor([False, True])}}, [2])
-    data.set_non_tensor("who", {"name": "Ann"})
-    rb.extend(data)
-    with pytest.raises(ValueError, match=r"group_key 'who' must hold values .* by hash"):
-        rb.sample(1)
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -327,3 +259,38 @@ def test_which_groups_are_drawn_does_not_depend_on_their_ids(replacement, trial)
         )
         found.append([rb.sample()["k"].tolist() for _ in range(6)])
     assert found[0] == found[1] == found[2]
+
+
+def grouped(make, group, key):
+    """Sample by this key from a buffer whose episode has this group."""
+    rb, data = buffer(group_key=key), make.vectors([2])
+    if group is not None:
+        data.set_non_tensor("group", group)
+    rb.extend(data)
+    return rb.sample(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *(
+            (lambda _, kwargs=kwargs: EpisodeSampler(**kwargs), ValueError, message)
+            for kwargs, message in [
+                *(
+                    ({"group_key": "group", "group_size": size}, f"group_size must .* got {size!r}")
+                    for size in (0, 1.5, True, "2")
+                ),
+                ({"group_size": 2}, "group_size=2 needs group_key"),
+                ({"max_sample_count": 0, "replacement": False}, "a positive integer, got 0"),
+                ({"max_sample_count": True, "replacement": False}, "must be a positive integer"),
+                ({"max_sample_count": 1}, "use it with replacement=False"),
+            ]
+        ),
+        (lambda make: grouped(make, None, "observation"), ValueError, "one value per step"),
+        (lambda make: grouped(make, None, "group"), KeyError, "'group' is not stored"),
+        (lambda make: grouped(make, {"a": 1}, "group"), ValueError, "'group' must .* by hash"),
+    ],
+)
+def test_wrong_calls_are_refused(make, call, error, message):
+    with pytest.raises(error, match=message):
+        call(make)

@@ -1,8 +1,5 @@
-import copy
 import pickle
 import statistics
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 
@@ -18,6 +15,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
+from tests.data.handles import HANDLES, PADDING, numbers_of
 from tests.data.saving import saved
 from tests.tiers import examples
 from torchrl_mt.data import (
@@ -26,9 +24,7 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
 from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
-from torchrl_mt.data.samplers.priorities.updates import reduce_by_clip
 
 REDUCTIONS = {
     "max": max,
@@ -279,7 +275,10 @@ class Machine:
         values = torch.tensor(self.values(index.numel())).view(index.shape)
         way = self.choose(st.sampled_from(["td", *COPIES]))
         if way == "td":
-            self.rb.update_tensordict_priority(sample.set("td_error", values))
+            one = self.choose(st.booleans(), "a priority has a dimension of its own")
+            self.rb.update_tensordict_priority(
+                sample.set("td_error", values[..., None] if one else values)
+            )
         else:
             self.rb.update_priority(COPIES[way](index), values)
         if index.ndim > 1 and way != "flat":
@@ -435,105 +434,6 @@ def test_clips_are_drawn_by_their_priority(make, alpha, dtype, strict, stride):
     assert chi2 < 39.1
 
 
-@pytest.mark.parametrize("layout", ["flat", "clips"])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights_make_up_for_the_draw(make, layout, beta):
-    rb = buffer(slice_len=2, layout=layout, alpha=0.5, beta=beta, eps=0.0, batch_size=40)
-    rb.extend(make.vectors([6]))
-    # The clip at 5 does not exist, and the one at 3 is never drawn: neither is the least.
-    rb.update_priority(torch.arange(6), torch.tensor([4.0, 9.0, 16.0, 0.0, 25.0, 1.0]))
-    sample, info = rb.sample(return_info=True)
-    weight = info["priority_weight"]
-    assert weight.shape == info["index"].shape == sample.batch_size
-    assert weight.dtype == torch.float32
-    assert torch.equal(weight, sample["priority_weight"])
-    first = rb.storage.places(info["index"]).view(20, 2)[:, 0]
-    expected = (torch.tensor([2.0, 3.0, 4.0, 0.0, 5.0])[first] / 2.0) ** -beta
-    torch.testing.assert_close(weight.view(20, 2), expected[:, None].expand(20, 2))
-    assert {0, 1, 2, 4} == set(first.tolist())
-
-
-@pytest.mark.parametrize("layout", ["flat", "clips"])
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_tensordict_buffer_takes_the_priorities_of_a_sample(make, layout, shape):
-    rb = buffer(slice_len=3, layout=layout, batch_size=12)
-    rb.extend(make.vectors([6, 7]))
-    sample = rb.sample()
-    error = torch.rand(*sample.batch_size, *shape)
-    sample["td_error"] = error
-    expected, told = priorities(rb), {}
-    rb.update_tensordict_priority(sample)
-    index, values = sample["index"], error.view(sample.batch_size)
-    if layout == "clips":
-        index, values = index[:, 0], values.amax(1)
-    for step, value in zip(starts_of(rb, rb.storage.places(index)), values.tolist(), strict=True):
-        told[step] = max(value, told.get(step, 0.0))  # A clip drawn twice has the largest of both.
-    assert priorities(rb) == expected | told
-
-
-@pytest.mark.parametrize("layout", ["flat", "clips"])
-@pytest.mark.parametrize("how", ["td", "view", "rows", "clone", "firsts", "column", "pickle"])
-def test_an_update_after_episodes_left_changes_no_other_clip(make, layout, how):
-    rb = buffer(max_steps=12, slice_len=2, layout=layout, seed=2)
-    rb.extend(make.vectors([4, 4, 4]))
-    sample = rb.sample(12)
-    drawn = starts_of(rb, rb.storage.places(sample["index"].flatten()))
-    assert {e for e, _ in drawn} == {0, 1, 2}
-    rb.extend(make.vectors([4], first_id=3))
-    rb.extend(make.vectors([3], first_id=4))
-    before = priorities(rb)
-    assert {e for e, _ in before} == {2, 3, 4}
-    index, new = sample["index"], torch.arange(12.0).view(sample.batch_size) + 2.0
-    sample["td_error"] = new
-    rows, of_rows = index.view(6, 2), new.view(6, 2)
-    if how == "td":
-        rb.update_tensordict_priority(sample)
-    elif how == "pickle":
-        rb.update_tensordict_priority(pickle.loads(pickle.dumps(sample)))
-    elif how == "view":
-        for part, value in zip(index.view(-1).split(4), new.view(-1).split(4), strict=True):
-            rb.update_priority(part, value)
-    elif how == "rows":
-        rb.update_priority(rows, of_rows.amax(1))
-    elif how == "clone":
-        rb.update_priority(index.clone(), new)
-    elif how == "firsts":
-        rb.update_priority(rows[:, :1].clone(), of_rows.amax(1))
-    else:
-        rb.update_priority(rows[:, 0], of_rows.amax(1))
-    by_row = how in ("rows", "firsts", "column") or (layout == "clips" and how != "view")
-    meant = drawn[::2] if by_row else drawn
-    values = (of_rows.amax(1) if by_row else new.flatten()).tolist()
-    assert rb.sampler.dropped == sum(step not in before for step in meant) > 0
-    told = {step: value for step, value in zip(meant, values, strict=True) if step in before}
-    assert told
-    assert priorities(rb) == before | told
-
-
-@pytest.mark.parametrize("who", ["another buffer", "this buffer"])
-@pytest.mark.parametrize("how", ["itself", "clone", "firsts"])
-def test_an_index_of_before_a_load_means_nothing_of_after_it(make, who, how):
-    rb = buffer(max_steps=12, slice_len=2)
-    rb.extend(make.vectors([6]))
-    rb.sample(8)
-    saved = rb.state_dict()
-    rb.extend(make.vectors([6], first_id=1))
-    index = rb.sample(8)["index"]
-    # From here on other steps would get the numbers that were sampled.
-    if who == "this buffer":
-        rb.load_state_dict(saved)
-    else:
-        rb.storage.load_state_dict(saved["_storage"])
-    rb.extend(make.vectors([6], seed=5, first_id=2))
-    before = priorities(rb)
-    given_ = {"itself": index, "clone": index.clone(), "firsts": index[::2, None]}[how]
-    rb.update_priority(given_, 5.0)
-    assert priorities(rb) == before
-    assert rb.sampler.dropped == given_.numel()
-    with pytest.raises(IndexError, match="not stored"):
-        rb[given_.flatten()]
-
-
 def test_an_index_that_was_changed_means_what_it_says(make):
     rb = buffer(slice_len=2)
     rb.extend(make.vectors([6]))
@@ -543,22 +443,6 @@ def test_an_index_that_was_changed_means_what_it_says(make):
         rb.update_priority(index, value)
         changed = [i for i, p in enumerate(priorities(rb).values()) if p == value]
         assert changed == [given_ % HANDLES]
-
-
-def numbered(make, lengths, **kwargs):
-    """A buffer with episodes of these lengths, after others that have left."""
-    rb = buffer(max_steps=sum(lengths), **kwargs)
-    rb.extend(make.vectors([sum(lengths)], first_id=90))
-    rb.extend(make.vectors(lengths))
-    rb.sampler.sample(rb.storage, 2 * (kwargs.get("slice_len") or 1))
-    assert rb.storage.lengths.tolist() == list(lengths)
-    return rb
-
-
-def changed(rb, before):
-    """The place by age, and the priority, of the steps whose priority is another one."""
-    held = zip(before.values(), priorities(rb).values(), strict=True)
-    return {i: after for i, (was, after) in enumerate(held) if was != after}
 
 
 def in_all_forms(index):
@@ -620,106 +504,8 @@ def test_priorities_follow_from_numbers_and_shapes(make, data):
         assert rb.sampler.dropped == dropped
 
 
-@pytest.mark.parametrize("shape", ["[n, 1]", "column", "view of rows", "rows"])
-@pytest.mark.parametrize("layout", ["flat", "clips"])
-def test_firsts_that_lie_beside_each_other_are_clips_of_their_own(make, shape, layout):
-    rb = numbered(make, [9], slice_len=3, layout=layout)
-    before = priorities(rb)
-    rows = torch.tensor([[2, 3, 4], [3, 4, 5], [4, 5, 6]]) + HANDLES + rb.storage.table.first
-    values = torch.tensor([7.0, 5.0, 3.0])
-    if shape == "[n, 1]":
-        rb.update_priority(rows[:, :1].contiguous(), values)
-    elif shape == "column":
-        rb.update_priority(rows[:, 0], values)
-    elif shape == "rows":
-        rb.update_priority(rows, values)
-    else:
-        # TorchRL reduces a sample of more dimensions to the column of its firsts.
-        errors = torch.stack([values, values - 1, values - 2], 1)
-        sample = TensorDict({"index": rows, "td_error": errors}, [3, 3])
-        rb.update_tensordict_priority(sample)
-    assert changed(rb, before) == {2: 7.0, 3: 5.0, 4: 3.0}
-
-
-def test_what_has_left_does_not_join_what_is_stored(make):
-    rb = buffer(max_steps=12, slice_len=2, seed=1)
-    rb.extend(make.vectors([4, 4, 4]))
-    rb.sample(4)
-    rb.extend(make.vectors([3], first_id=3))
-    before, first = priorities(rb), HANDLES + rb.storage.table.first
-    # The first stored step behind the last one that left, and two steps beside one that left.
-    index = torch.tensor([first - 1, first, first + 4, first - 2, first + 5])
-    rb.update_priority(index, torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0]))
-    assert changed(rb, before) == {0: 3.0, 4: 4.0, 5: 6.0}
-    assert rb.sampler.dropped == 2
-    rb.update_priority(torch.tensor([first - 1, first]), torch.tensor([8.0, 9.0]))
-    assert changed(rb, before) == {0: 9.0, 4: 4.0, 5: 6.0}
-    rb.update_priority(torch.tensor([first + 1, -1, first + 2]), torch.tensor([7.0, 8.0, 9.0]))
-    assert changed(rb, before) == {0: 9.0, 1: 7.0, 2: 9.0, 4: 4.0, 5: 6.0}
-    assert rb.sampler.dropped == 3
-
-
-@pytest.mark.slow
-def test_priorities_come_from_another_process(make):
-    rb = buffer(max_steps=12, slice_len=2, seed=2, batch_size=8)
-    rb.extend(make.vectors([4, 4, 4]))
-    sample = rb.sample()
-    code = """
-import pickle, sys, torch
-sample = pickle.load(sys.stdin.buffer)
-sample["td_error"] = 2.0 + torch.arange(8)
-sys.stdout.buffer.write(pickle.dumps(sample.flip(0)))
-"""
-    out = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(sample), capture_output=True, check=True
-    )
-    rb.extend(make.vectors([3], first_id=3))
-    expected = priorities(rb)
-    rb.update_tensordict_priority(pickle.loads(out.stdout))
-    for k, step in enumerate(zip(sample["episode"], sample["step"], strict=True)):
-        step = tuple(map(int, step))
-        if step in expected:
-            expected[step] = max(2.0 + k, expected[step])
-    assert priorities(rb) == expected
-
-
-def test_a_handle_that_was_never_given_out_is_refused(make):
-    rb = buffer(max_steps=8, slice_len=2)
-    rb.extend(make.vectors([4]))
-    rb.extend(make.vectors([6], first_id=1))
-    before = priorities(rb)
-    end = HANDLES + rb.storage.table.end
-    rb.update_priority(torch.tensor([end - 1]), 3.0)
-    assert changed(rb, before) == {5: 3.0}
-    before = priorities(rb)
-    for index in ([end], [HANDLES, end + 5], [[end - 2, end - 1], [end, end + 1]]):
-        with pytest.raises(IndexError, match=r"index must be below 6, .* or the handle of one"):
-            rb.update_priority(torch.tensor(index), 9.0)
-    assert priorities(rb) == before
-    assert rb.sampler.dropped == 0
-
-
-def test_the_window_wraps_around_many_times(make):
-    rb = buffer(max_steps=17, slice_len=2, alpha=1.0, eps=0.0)
-    expected = {}
-    for k in range(200):
-        length = 2 + (5 * k) % 7
-        rb.extend(make.vectors([length], first_id=k))
-        if k % 3 == 0:
-            p = priorities(rb)
-            expected = {key: p[key] for key in p}
-            at = torch.tensor([len(rb) - length])
-            rb.update_priority(at, float(k % 5 + 1))
-            expected[k, 0] = float(k % 5 + 1)
-            assert priorities(rb) == expected
-    first, held = rb.storage.table.first, leaves(rb)
-    assert first > 10 * 17
-    steps = list(expected := priorities(rb))
-    last = dict(steps)
-    assert held == {first + i: expected[e, t] for i, (e, t) in enumerate(steps) if t < last[e]}
-
-
 def test_a_write_touches_what_came_and_what_left(make, monkeypatch):
+    """Of the private ring: nothing else tells how many of its leaves a write sets."""
     rb = buffer(max_steps=1000, slice_len=4, layout="clips")
     rb.extend(make.vectors([50] * 20))
     rb.sample(40)
@@ -754,26 +540,9 @@ def test_exponents_are_annealed(make):
         _, info = rb.sample(20, return_info=True)
         weight = (rb.storage.places(info["index"])[::2] + 1.0) ** now
         torch.testing.assert_close(info["priority_weight"][::2], weight ** -(k / 4))
+        assert info["priority_weight"].dtype == torch.float32
     rb.sampler.alpha = 1.0
     assert leaves(rb) == {i: i + 1.0 for i in range(5)}
-
-
-def test_the_generator_decides(make):
-    data, draws = make.vectors([9, 9]), []
-    for seed in (0, 0, 1):
-        rb = buffer(slice_len=2, seed=seed)
-        rb.extend(data)
-        torch.manual_seed(len(draws))
-        draws.append(rb.sample(40)["index"].tolist())
-    assert draws[0] == draws[1] != draws[2]
-    draws = []
-    for seed in (0, 0, 1):
-        rb = buffer(slice_len=2)
-        rb.sampler._rng = None
-        rb.extend(data)
-        torch.manual_seed(seed)
-        draws.append(rb.sample(40)["index"].tolist())
-    assert draws[0] == draws[1] != draws[2]
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
@@ -808,18 +577,6 @@ def test_a_saved_sampler_goes_on_where_it_was(make, how, prefetch, form, tmp_pat
             each.extend(make.vectors([5], seed=200 + k, first_id=200 + k))
 
 
-def test_a_state_is_a_copy_and_can_be_deep_copied(make):
-    rb = buffer(slice_len=2)
-    rb.extend(make.vectors([6]))
-    rb.update_priority([0], [3.0])
-    state, twin = rb.sampler.state_dict(), copy.deepcopy(rb.sampler)
-    rb.update_priority([0, 1], [9.0, 9.0])
-    rb.sampler.load_state_dict(state)
-    assert list(priorities(rb).values()) == [3.0, *[1.0] * 5]
-    rb.set_sampler(twin)
-    assert list(priorities(rb).values()) == [3.0, *[1.0] * 5]
-
-
 def test_what_is_written_with_a_priority_has_it(make):
     rb = buffer(max_steps=12, slice_len=2)
     for k in range(6):
@@ -837,31 +594,6 @@ def test_what_is_written_with_a_priority_has_it(make):
     rb.update_priority(written[:, None], torch.tensor([7.0, 8.0, 9.0]))
     changed = {k: p for k, p in priorities(rb).items() if p != before[k]}
     assert changed == {(105, 0): 7.0, (105, 1): 8.0, (105, 2): 9.0}
-
-
-def test_steps_can_be_added_one_by_one(make):
-    rb = buffer(max_steps=9, slice_len=2)
-    for k in range(5):
-        for step in make.vectors([4], first_id=k):
-            rb.add(step)
-    assert rb.storage.lengths.tolist() == [4, 4]
-    assert set(priorities(rb).values()) == {1.0}
-    assert rb.sample(8).batch_size == (8,)
-
-
-def test_new_clips_get_the_largest_priority(make):
-    for within in (False, True):
-        rb = buffer(max_steps=8, slice_len=2, max_priority_within_buffer=within)
-        rb.extend(make.vectors([4]))
-        assert rb.sampler.default_priority == 1.0
-        rb.update_priority(torch.arange(4), torch.tensor([5.0, 0.5, 0.25, 0.0]))
-        rb.extend(make.vectors([4], first_id=1))
-        assert priorities(rb)[1, 0] == 5.0
-        rb.update_priority(torch.arange(8), 0.5)
-        rb.extend(make.vectors([4], first_id=2))
-        assert priorities(rb)[2, 0] == (0.5 if within else 5.0)
-        rb.empty()
-        assert rb.sampler.default_priority == 1.0
 
 
 def test_a_buffer_on_a_filled_storage_can_sample(make):
@@ -901,6 +633,7 @@ def test_one_thread_learns_while_another_writes(make, meanwhile, cls):
             clips = sample.view(4, 3)
             assert (clips["episode"].diff() == 0).all()
             assert (clips["step"].diff() == 1).all()
+            assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
             # The priority says which clip it is of.
             head = clips["episode"][:, 0] * 100.0 + clips["step"][:, 0]
             rb.update_priority(info["index"].view(4, 3), head)
@@ -966,129 +699,6 @@ def test_rounded_sums_end_on_no_closed_step():
     assert held.draw(3, None).tolist() == [4, 1, 1]
 
 
-@examples(100)
-@given(
-    clips=st.lists(st.integers(0, 5), max_size=20),
-    reduction=st.sampled_from(list(REDUCTIONS)),
-    seed=st.integers(0, 1000),
-)
-def test_one_priority_is_left_for_each_clip(clips, reduction, seed):
-    values = torch.randint(9, (len(clips),), generator=torch.Generator().manual_seed(seed)) / 4
-    unique, reduced = reduce_by_clip(torch.tensor(clips).long(), values, reduction)
-    grouped = {}
-    for clip, value in zip(clips, values.tolist(), strict=True):
-        grouped.setdefault(clip, []).append(value)
-    expected = {clip: REDUCTIONS[reduction](each) for clip, each in sorted(grouped.items())}
-    assert unique.tolist() == list(expected)
-    assert reduced.tolist() == pytest.approx(list(expected.values()))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({}, TypeError, "exactly one of slice_len and num_slices"),
-        ({"max_capacity": 0}, ValueError, "max_capacity must be a positive integer, got 0"),
-        ({"max_capacity": 2.0}, ValueError, "max_capacity must be a positive integer, got 2.0"),
-        ({"alpha": -0.1}, ValueError, "alpha must be a finite number of at least 0, got -0.1"),
-        ({"beta": float("nan")}, ValueError, "beta must be a finite number of at least 0, got nan"),
-        ({"eps": float("inf")}, ValueError, "eps must be a finite number of at least 0, got inf"),
-        ({"reduction": "sum"}, ValueError, "reduction must be .*, got 'sum'"),
-        ({"dtype": torch.int64}, ValueError, "dtype must be torch.float32 or .*, got torch.int64"),
-        ({"layout": "x"}, ValueError, "layout must be"),
-        ({"layout": "clips", "strict_length": False}, ValueError, "use strict_length=True"),
-        ({"stride": 0}, ValueError, "stride must be a positive integer, got 0"),
-    ],
-)
-def test_bad_arguments_are_refused(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        PrioritizedClipSampler(**({"slice_len": 2} if kwargs else {}), **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("index", "priority", "error", "message"),
-    [
-        ([0, 1], [1.0, -2.0], ValueError, r"finite and not negative, .* got -2.0: use"),
-        ([0, 1], [float("nan"), 0.0], ValueError, "got nan"),
-        ([0, 1], float("inf"), ValueError, "got inf"),
-        ([0, 1], torch.tensor(1e300, dtype=torch.float64), ValueError, "in torch.float32; got inf"),
-        ([0, 1], [True, False], ValueError, "real numbers, got torch.bool"),
-        ([0, 1], [1.0, 2.0, 3.0], ValueError, r"shape \(3,\) for index of shape \(2,\)"),
-        ([0, 1], [], ValueError, r"shape \(0,\) for index of shape \(2,\)"),
-        (
-            [[0, 1, 2], [3, 4, 5]],
-            torch.ones(3, 2),
-            ValueError,
-            r"\(3, 2\) for index of .* \(2, 3\)",
-        ),
-        ([0, 9], [1.0, 2.0], IndexError, "index must be below 9, the number of .*; got 9"),
-        ([0.0, 1.0], [1.0, 2.0], TypeError, "index must be of an integer dtype, got torch.float32"),
-        ([True, False], [1.0, 2.0], TypeError, "index must be of an integer dtype, got torch.bool"),
-    ],
-)
-def test_a_refused_update_changes_nothing(make, index, priority, error, message):
-    rb = buffer(slice_len=2)
-    rb.extend(make.vectors([9]))
-    rb.update_priority([2], 3.0)
-    before = priorities(rb), leaves(rb), rb.sampler.default_priority
-    with pytest.raises(error, match=message):
-        rb.sampler.update_priority(index, priority, storage=rb.storage)
-    assert (priorities(rb), leaves(rb), rb.sampler.default_priority) == before
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 0)])
-def test_rows_of_nothing_change_nothing(make, shape):
-    rb = buffer(slice_len=2)
-    rb.extend(make.vectors([9]))
-    before = priorities(rb)
-    rb.update_priority(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
-    assert priorities(rb) == before
-
-
-def test_indices_of_nothing_are_skipped(make):
-    rb = buffer(slice_len=2)
-    rb.extend(make.vectors([4]))
-    for index, priority in (([], []), ([], 3.0), ([-1, -1], [4.0, 5.0]), (-1, 4.0)):
-        rb.sampler.update_priority(index, priority, storage=rb.storage)
-    assert set(priorities(rb).values()) == {1.0}
-    assert rb.sampler.default_priority == 1.0
-    rb.update_priority(2, 4)
-    assert list(priorities(rb).values()) == [1.0, 1.0, 4.0, 1.0]
-
-
-def test_what_cannot_be_sampled_is_said(make):
-    rb = buffer(slice_len=4, eps=0.0)
-    with pytest.raises(IndexError, match="index must be below 0"):
-        rb.update_priority([0], [1.0])
-    rb.extend(make.vectors([3]))
-    with pytest.raises(RuntimeError, match="a clip of 4 steps: the longest has 3"):
-        rb.sample(8)
-    rb.extend(make.vectors([6]))
-    with pytest.raises(RuntimeError, match="batch_size=6 and slice_len=4"):
-        rb.sample(6)
-    rb.update_priority(torch.arange(9), 0.0)
-    with pytest.raises(RuntimeError, match="all priorities are zero; use eps > 0"):
-        rb.sample(8)
-    rb.update_priority(torch.arange(9), 3e38)
-    rb.sampler.alpha = 1.5
-    with pytest.raises(RuntimeError, match=r"more than torch.float32 holds: .*dtype=torch.float64"):
-        rb.sample(8)
-    with pytest.raises(TypeError, match="EpisodeStorage, got NoneType"):
-        PrioritizedClipSampler(slice_len=2).update_priority([0], [1.0])
-
-
-def test_the_capacity_must_hold_the_storage(make):
-    rb = buffer(max_steps=20, slice_len=2, max_capacity=19)
-    rb.extend(make.vectors([5]))
-    with pytest.raises(ValueError, match="at least the storage's max_steps=20, got 19"):
-        rb.sample(4)
-    assert rb.sampler.max_size == 19
-    rb = buffer(max_steps=20, slice_len=2)
-    assert rb.sampler.max_size is None
-    rb.extend(make.vectors([5] * 4))
-    rb.sample(4)
-    assert rb.sampler.max_size == 20
-
-
 def test_it_is_the_sampler_that_torchrl_looks_for():
     sampler = PrioritizedClipSampler(slice_len=2, layout="clips", alpha=0.5)
     assert isinstance(sampler, PrioritizedSampler)
@@ -1146,3 +756,125 @@ def test_a_written_index_means_its_steps_whatever_others_write_before_it_is_note
         return
     rb.update_priority(index, torch.zeros(2))
     assert (held(rb) == 0).tolist() == (storage[:]["episode"] == 3).tolist()
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+END = HANDLES + 9
+
+
+@pytest.mark.parametrize(
+    ("index", "priority", "error", "message"),
+    [
+        ([0, 1], [1.0, -2.0], ValueError, r"finite and not negative, .* got -2.0: use"),
+        ([0, 1], [float("nan"), 0.0], ValueError, "got nan"),
+        ([0, 1], float("inf"), ValueError, "got inf"),
+        ([0, 1], torch.tensor(1e300, dtype=torch.float64), ValueError, "in torch.float32; got inf"),
+        ([0, 1], [True, False], ValueError, "real numbers, got torch.bool"),
+        ([0, 1], [1.0, 2.0, 3.0], ValueError, r"shape \(3,\) for index of shape \(2,\)"),
+        ([0, 1], [], ValueError, r"shape \(0,\) for index of shape \(2,\)"),
+        ([[0, 1], [3, 4]], torch.ones(2, 3), ValueError, r"\(2, 3\) for index of .* \(2, 2\)"),
+        ([0, 9], [1.0, 2.0], IndexError, "index must be below 9, the number of .*; got 9"),
+        ([END], [1.0], IndexError, r"index must be below 9, .* or the handle of one"),
+        ([HANDLES, END + 5], [1.0, 2.0], IndexError, "index must be below 9"),
+        ([[END - 2, END - 1], [END, END + 1]], 9.0, IndexError, "index must be below 9"),
+        ([0.0, 1.0], [1.0, 2.0], TypeError, "index must be of an integer dtype, got torch.float32"),
+        ([True, False], [1.0, 2.0], TypeError, "index must be of an integer dtype, got torch.bool"),
+        # Those of nothing are skipped.
+        ([], [], None, None),
+        ([], 3.0, None, None),
+        ([-1, -1], [4.0, 5.0], None, None),
+        (-1, 4.0, None, None),
+        *(
+            (torch.zeros(n, dtype=torch.int64), torch.zeros(n), None, None)
+            for n in ((0, 3), (3, 0), (0, 0))
+        ),
+    ],
+)
+def test_a_refused_update_changes_nothing(make, index, priority, error, message):
+    rb = buffer(slice_len=2)
+    rb.extend(make.vectors([9]))
+    rb.update_priority([2], 3.0)
+    before = priorities(rb), leaves(rb), rb.sampler.default_priority, rb.sampler.dropped
+    if error is None:
+        rb.sampler.update_priority(index, priority, storage=rb.storage)
+    else:
+        with pytest.raises(error, match=message):
+            rb.sampler.update_priority(index, priority, storage=rb.storage)
+    assert (priorities(rb), leaves(rb), rb.sampler.default_priority, rb.sampler.dropped) == before
+
+
+def filled(make, lengths, priority=None, **kwargs):
+    rb = buffer(max_steps=20, **kwargs)
+    rb.extend(make.vectors(lengths))
+    if priority is not None:
+        rb.update_priority(torch.arange(len(rb)), priority)
+    return rb
+
+
+def too_large(make):
+    rb = filled(make, [9], 3e38, slice_len=4)
+    rb.sampler.alpha = 1.5
+    return rb.sample(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        *(
+            (lambda _, kwargs=kwargs: PrioritizedClipSampler(**kwargs), error, message)
+            for kwargs, error, message in [
+                ({}, TypeError, "exactly one of slice_len and num_slices"),
+                *(
+                    ({"slice_len": 2, **kwargs}, ValueError, message)
+                    for kwargs, message in [
+                        ({"max_capacity": 0}, "max_capacity must be a positive integer, got 0"),
+                        ({"max_capacity": 2.0}, "max_capacity must be a positive integer, got 2.0"),
+                        ({"alpha": -0.1}, "alpha must be a finite .* of at least 0, got -0.1"),
+                        ({"beta": float("nan")}, "beta must be a finite .* of at least 0, got nan"),
+                        ({"eps": float("inf")}, "eps must be a finite .* of at least 0, got inf"),
+                        ({"reduction": "sum"}, "reduction must be .*, got 'sum'"),
+                        ({"dtype": torch.int64}, "dtype must be torch.float32 or .* torch.int64"),
+                        ({"layout": "x"}, "layout must be"),
+                        ({"stride": 0}, "stride must be a positive integer, got 0"),
+                    ]
+                ),
+            ]
+        ),
+        (lambda make: filled(make, [3], slice_len=4).sample(8), RuntimeError, "the longest has 3"),
+        (
+            lambda make: filled(make, [6], slice_len=4).sample(6),
+            RuntimeError,
+            "batch_size=6 and sli",
+        ),
+        (
+            lambda make: filled(make, [6], 0.0, slice_len=4, eps=0.0).sample(8),
+            RuntimeError,
+            "all priorities are zero; use eps > 0",
+        ),
+        (too_large, RuntimeError, r"more than torch.float32 holds: .*dtype=torch.float64"),
+        (
+            lambda make: filled(make, [5], slice_len=2, max_capacity=19).sample(4),
+            ValueError,
+            "at least the storage's max_steps=20, got 19",
+        ),
+        (
+            lambda _: PrioritizedClipSampler(slice_len=2).update_priority([0], [1.0]),
+            TypeError,
+            "EpisodeStorage, got NoneType",
+        ),
+        (lambda _: buffer(slice_len=4).update_priority([0], [1.0]), IndexError, "must be below 0"),
+    ],
+)
+def test_wrong_calls_are_refused(make, call, error, message):
+    with pytest.raises(error, match=message):
+        call(make)
+
+
+def test_the_capacity_is_that_of_the_storage_by_default(make):
+    assert filled(make, [5], slice_len=2, max_capacity=29).sampler.max_size == 29
+    rb = buffer(max_steps=20, slice_len=2)
+    assert rb.sampler.max_size is None
+    rb.extend(make.vectors([5] * 4))
+    rb.sample(4)
+    assert rb.sampler.max_size == 20

@@ -187,7 +187,7 @@ def telling(told):
 
 
 def test_the_step_is_counted_set_and_given(make):
-    told = []
+    told, sampler = [], PrioritizedClipSampler(slice_len=3)
     rb = buffer(telling(told))
     rb.extend(make.vectors([9]))
     assert rb.sampler.step == 0
@@ -204,6 +204,8 @@ def test_the_step_is_counted_set_and_given(make):
     rb.sample()
     assert told == [0, 1, 70, 71, *range(100, 130, 3), 128, 5, 6]
     assert rb.sampler.state_dict() == {"step": 7}
+    sampler.sample(rb.storage, 12, step=4)
+    assert sampler.step == sampler.state_dict()["step"] == 5
 
 
 def test_a_refused_sample_leaves_the_step(make):
@@ -221,14 +223,6 @@ def test_a_refused_sample_leaves_the_step(make):
     assert rb.sampler.step == 3
 
 
-def test_prioritized_clips_have_a_step_too(make):
-    rb = buffer()
-    rb.set_sampler(PrioritizedClipSampler(slice_len=3))
-    rb.extend(make.vectors([9]))
-    rb.sampler.sample(rb.storage, 12, step=4)
-    assert rb.sampler.step == rb.sampler.state_dict()["step"] == 5
-
-
 # ---- bad arguments ------------------------------------------------------------------------------
 
 
@@ -241,24 +235,17 @@ def test_prioritized_clips_have_a_step_too(make):
         (lambda: linear_mix(uniform, uniform, 0), ValueError, "steps must be a positive integer"),
         (lambda: linear_mix(3, uniform, 9), TypeError, "first must be a function .* got int"),
         (lambda: linear_mix(uniform, None, 9), TypeError, "second must be a function .* NoneType"),
+        (lambda: uniform, RuntimeError, "no stored episode holds a clip of 5 steps"),
+        (lambda: recent(3), RuntimeError, "no stored episode holds a clip of 5 steps"),
+        (
+            lambda: linear_mix(uniform, lambda *_: torch.zeros(1), 2),
+            ValueError,
+            r"integers of shape \(2,\), got torch.float32 and \(1,\)",
+        ),
     ],
 )
-def test_bad_arguments_are_named(make_selector, error, message):
-    with pytest.raises(error, match=message):
-        make_selector()
-
-
-def test_parts_of_a_mix_are_checked(make):
-    rb = buffer(linear_mix(uniform, lambda *_: torch.zeros(1), 2))
-    rb.extend(make.vectors([9]))
-    rb.sample()
-    with pytest.raises(ValueError, match=r"integers of shape \(2,\), got torch.float32 and \(1,\)"):
-        rb.sample()
-
-
-@pytest.mark.parametrize("selector", [uniform, recent(3)])
-def test_nothing_to_draw_from_is_said(make, selector):
+def test_wrong_calls_are_refused(make, make_selector, error, message):
     storage = EpisodeStorage(10)
     storage.append(make.vectors([4]))
-    with pytest.raises(RuntimeError, match="no stored episode holds a clip of 5 steps"):
-        selector(0, storage, 2, 5)
+    with pytest.raises(error, match=message):
+        make_selector()(1, storage, 4, 5 if error is RuntimeError else 3)

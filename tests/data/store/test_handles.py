@@ -2,20 +2,18 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.tiers import examples, runs
+from tests.data.handles import HANDLES, numbers_of
+from tests.tiers import runs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -23,7 +21,6 @@ from torchrl_mt.data import (
     EpisodeWriter,
     PrioritizedClipSampler,
 )
-from torchrl_mt.data._store.handles import HANDLES, numbers_of, resolve_index
 
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=2),
@@ -219,30 +216,6 @@ Machine.TestCase.settings = runs(60)
 TestHandles = Machine.TestCase
 
 
-@examples()
-@given(
-    first=st.integers(0, 2**40),
-    stored=st.integers(0, 20),
-    given_=st.lists(st.tuples(st.booleans(), st.integers(-25, 25)), max_size=6),
-)
-def test_an_index_means_what_a_slow_reading_says(first, stored, given_):
-    index = [HANDLES + max(first + i, 0) if is_handle else i for is_handle, i in given_]
-    expected = []
-    for i in index:
-        if i >= HANDLES:
-            expected.append(i - HANDLES - first)
-        else:
-            expected.append(i + stored if i < 0 else i)
-    forms = (torch.tensor(index, dtype=torch.int64), np.array(index, dtype=np.int64), index)
-    for form in forms:
-        if all(0 <= place < stored for place in expected):
-            found = resolve_index(form, first, stored)
-            assert (found.places.tolist(), found.shape) == (expected, torch.Size([len(index)]))
-        else:
-            with pytest.raises(IndexError):
-                resolve_index(form, first, stored)
-
-
 @pytest.fixture
 def stored():
     """A storage of steps 3 to 9, from which others have left."""
@@ -290,25 +263,3 @@ def test_what_is_not_stored_is_said(stored):
         stored[HANDLES - 1]
     with pytest.raises(TypeError, match=r"integer dtype, got torch\.float64"):
         stored[[float(HANDLES + 4)]]
-
-
-@pytest.mark.slow
-def test_handles_go_through_a_checkpoint_to_another_process(stored, tmp_path):
-    rb = ReplayBuffer(storage=stored, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2))
-    handles = torch.arange(7) + HANDLES + 3
-    assert rb[handles]["number"].tolist() == list(range(3, 10))
-    rb.dumps(tmp_path / "checkpoint")
-    code = f"""
-import torch
-from torchrl.data import ReplayBuffer
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-rb = ReplayBuffer(
-    storage=EpisodeStorage(7), writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2)
-)
-rb.loads({str(tmp_path / "checkpoint")!r})
-print(rb[torch.arange(7) + {HANDLES + 3}]["number"].tolist())
-sample, info = rb.sample(4, return_info=True)
-print((rb.storage.places(info["index"]) + 3).tolist() == sample["number"].tolist())
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.split("\n")[:2] == [str(list(range(3, 10))), "True"], out.stderr

@@ -1,18 +1,12 @@
 """Writes that fail half-way, or are interrupted, leave the storage as it was."""
 
-import os
-import signal
-
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.columns.records import Record
 
 
 class Failing:
@@ -88,44 +82,3 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
         assert make.steps(rb[:]) == make.steps(expected[:])
     # More dense episodes may need no memory at all.
     assert at > 1 or kind == "vectors"
-
-
-@pytest.mark.parametrize("column", [Record, NextColumn, DenseColumn, RaggedColumn])
-def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch, column):
-    storage = EpisodeStorage(9)
-    maker = make.turns if column is RaggedColumn else make.vectors
-
-    def episode(length, seed=0):
-        data = maker([length], seed=seed, first_id=seed)
-        if column is DenseColumn:  # too large for a record
-            data["image"] = torch.randn(length, 300)
-        return data
-
-    storage.append(episode(4))
-    plan = column.plan
-
-    def interrupted(self, change, values):
-        commit = plan(self, change, values)
-
-        def pressed():
-            os.kill(os.getpid(), signal.SIGINT)
-            commit()
-
-        return pressed
-
-    monkeypatch.setattr(column, "plan", interrupted)
-    new = episode(6, seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        storage.append(new)
-    assert make.steps(storage[:]) == make.steps(new)
-
-
-@pytest.mark.parametrize("odd", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()])
-def test_steps_without_values_are_refused_as_they_come(odd):
-    """Not once their episode has ended."""
-    rb = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
-    data = TensorDict({"next": {"done": torch.zeros(2, 1, dtype=torch.bool)}}, [2])
-    data._tensordict["a"] = odd
-    with pytest.raises(ValueError, match="'a' must be a dense tensor with values, got layout"):
-        rb.extend(data)
-    assert rb.writer.open_lengths == {}

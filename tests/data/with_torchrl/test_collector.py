@@ -10,7 +10,6 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import (
     GymEnv,
     ParallelEnv,
-    PendulumEnv,
     SerialEnv,
     StepCounter,
     TransformedEnv,
@@ -25,47 +24,12 @@ needs_gymnasium = pytest.mark.skipif(
 )
 
 
-def env():
-    return TransformedEnv(PendulumEnv(), StepCounter(max_steps=9))
-
-
 def cartpole():
     return TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
 
 
 def parallel():
     return ParallelEnv(2, cartpole, mp_start_method="fork")
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("extend_buffer", [False, True])
-def test_torchrls_collector_fills_the_buffer(cls, batched, extend_buffer):
-    rb = cls(
-        storage=EpisodeStorage(60),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=4),
-        batch_size=16,
-    )
-    collector = Collector(
-        SerialEnv(2, env) if batched else env,
-        frames_per_batch=10,
-        total_frames=100,
-        replay_buffer=rb,
-        extend_buffer=extend_buffer,
-    )
-    for _ in collector:
-        assert (rb.storage.lengths == 9).all()
-    collector.shutdown()
-    assert rb.storage.num_episodes == 6
-    assert rb.write_count == (90 if batched else 99)
-    for episode in rb.storage.episodes():
-        assert episode["step_count"].squeeze(-1).tolist() == list(range(9))
-        assert torch.equal(episode["next", "th"][:-1], episode["th"][1:])
-    assert ("next", "th") in rb.storage.shared_keys
-    sample = rb.sample()
-    assert sample.batch_size == (16,)
-    assert (sample["step_count"].view(4, 4).diff() == 1).all()
 
 
 def check_cartpole(rb, collected):
@@ -94,15 +58,6 @@ def check_cartpole(rb, collected):
         assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
 
 
-def cartpole_buffer(cls):
-    return cls(
-        storage=EpisodeStorage(150),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=4),
-        batch_size=32,
-    )
-
-
 @needs_gymnasium
 @pytest.mark.parametrize(
     "make_env",
@@ -121,13 +76,21 @@ def cartpole_buffer(cls):
 )
 # A game of a random policy takes about 20 steps: a batch ends within one, or holds several.
 @pytest.mark.parametrize("frames_per_batch", [14, slow(98)])
-def test_cartpole_games_are_stored_whole(make_env, frames_per_batch):
-    rb = cartpole_buffer(TensorDictReplayBuffer)
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("extend_buffer", [False, True])
+def test_cartpole_games_are_stored_whole(make_env, frames_per_batch, cls, extend_buffer):
+    rb = cls(
+        storage=EpisodeStorage(150),
+        writer=EpisodeWriter(),
+        sampler=ClipSampler(slice_len=4),
+        batch_size=32,
+    )
     collector = Collector(
         make_env(),
         frames_per_batch=frames_per_batch,
         total_frames=35 * 14,
         replay_buffer=rb,
+        extend_buffer=extend_buffer,
     )
     collector.set_seed(0)
     try:

@@ -19,7 +19,6 @@ from torchrl.data import (
     PromptGroupSampler,
     RandomSampler,
     ReplayBuffer,
-    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
@@ -158,30 +157,20 @@ def test_slices_without_replacement_give_each_episode_once(make):
         assert sorted(torch.cat([batch[KEY][::3] for batch in rb]).tolist()) == [0, 1, 2, 3]
 
 
-def test_groups_are_never_mixed(make):
-    rb = buffer(PromptGroupSampler(num_groups=2, group_key=KEY), max_steps=9, batch_size=6)
-    rb.extend(make.vectors([4, 5]))
-    for k in range(2, 6):
-        groups = rb.sample()[KEY].view(2, 3)
-        assert (groups == groups[:, :1]).all()
-        rb.extend(make.vectors([4 if k % 2 == 0 else 5], first_id=k))
-        assert len(rb) == 9
-
-
 @pytest.mark.parametrize("cache_groups", [True, False])
-@pytest.mark.parametrize("how", ["flush", "another buffer"])
-def test_groups_are_never_mixed_after_a_write_from_elsewhere(make, how, cache_groups):
+@pytest.mark.parametrize("how", ["extend", "flush", "another buffer"])
+def test_groups_are_never_mixed_after_a_write(make, how, cache_groups):
     sampler = PromptGroupSampler(num_groups=2, group_key=KEY, cache_groups=cache_groups)
     rb = buffer(sampler, max_steps=9, batch_size=6)
     other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
-    writer = rb if how == "flush" else other
+    writer = other if how == "another buffer" else rb
     writer.extend(make.vectors([4, 5]))
     writer.extend(make.vectors([5], first_id=7)[:4])
     rb.sample()
     if how == "flush":
         rb.writer.flush()
     else:
-        other.extend(make.vectors([4], first_id=8))
+        writer.extend(make.vectors([4], first_id=8))
     for _ in range(10):
         groups = rb.sample()[KEY].view(2, 3)
         assert (groups == groups[:, :1]).all()
@@ -203,50 +192,57 @@ def tied(cls):
     return object.__new__(cls)
 
 
-@pytest.mark.parametrize(
-    "sampler", [PrioritizedSampler, PrioritizedSliceSampler, StreamingSliceSampler]
-)
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_what_is_remembered_by_index_is_refused(make, sampler, cls):
+def by_recency():
+    return PromptGroupSampler(num_groups=1, group_key=KEY, strategy="recency")
+
+
+def written(make, cls, sampler):
     rb = buffer(cls=cls)
-    rb.set_sampler(tied(sampler))
-    with pytest.raises(
-        TypeError, match="use ClipSampler, PrioritizedClipSampler or EpisodeSampler"
-    ):
-        rb.extend(make.vectors([3]))
-    assert len(rb) == 0
+    rb.set_sampler(sampler)
+    rb.extend(make.vectors([3]))
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_groups_by_recency_are_refused(make, cls):
-    rb = buffer(PromptGroupSampler(num_groups=1, group_key=KEY, strategy="recency"), cls=cls)
-    with pytest.raises(TypeError, match=r"handles, from 2\*\*52 on: use another strategy"):
-        rb.extend(make.vectors([3]))
-    assert len(rb) == 0
-
-
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_consuming_by_index_is_refused(cls):
-    with pytest.raises(TypeError, match="ConsumingSampler requires a writer"):
-        buffer(ConsumingSampler(), cls=cls)
-
-
-def test_sequences_are_refused(make):
-    rb = buffer(sample_unit=Sequence(length=3))
-    rb.extend(make.vectors([5, 4]))
-    with pytest.raises(TypeError, match=r"Sequence requires .*; got EpisodeStorage"):
-        rb.sample()
-
-
-@pytest.mark.parametrize(
-    "sampler", [ClipSampler(slice_len=2), PrioritizedClipSampler(slice_len=2), EpisodeSampler()]
-)
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_our_samplers_refuse_other_storages(make, sampler, cls):
-    rb = cls(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+def sampled(make, cls, **parts):
+    rb = cls(**{"storage": EpisodeStorage(20), **parts}, batch_size=4)
     rb.extend(make.vectors([5]))
-    with pytest.raises(TypeError, match="samples from an EpisodeStorage, got LazyTensorStorage"):
-        rb.sample()
+    rb.sample()
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (
+                lambda *args, kind=kind: written(*args, tied(kind)),
+                "use ClipSampler, Prioritized.* or",
+            )
+            for kind in (PrioritizedSampler, PrioritizedSliceSampler, StreamingSliceSampler)
+        ),
+        (lambda *args: written(*args, by_recency()), r"from 2\*\*52 on: use another strategy"),
+        (lambda _, cls: buffer(ConsumingSampler(), cls=cls), "ConsumingSampler requires a writer"),
+        (
+            lambda *args: sampled(*args, writer=EpisodeWriter(), sample_unit=Sequence(length=3)),
+            "Sequence requires .*; got EpisodeStorage",
+        ),
+        *(
+            (
+                lambda *args, ours=ours: sampled(
+                    *args, storage=LazyTensorStorage(20), sampler=ours
+                ),
+                "samples from an EpisodeStorage, got LazyTensorStorage",
+            )
+            for ours in (
+                ClipSampler(slice_len=2),
+                PrioritizedClipSampler(slice_len=2),
+                EpisodeSampler(),
+            )
+        ),
+    ],
+)
+def test_what_does_not_compose_is_refused(make, cls, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(make, cls)
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
@@ -304,27 +300,6 @@ def test_inverse_transforms_run_on_what_is_written(make):
     assert "action" in sample
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_an_ensemble_keeps_its_buffers_apart(make, turns):
-    maker = make.turns if turns else make.vectors
-    buffers = [buffer(ClipSampler(slice_len=2), max_steps=15) for _ in range(2)]
-    for k, rb in enumerate(buffers):
-        for i in range(3):
-            rb.extend(maker([5, 4], seed=3 * k + i, first_id=10 * k + 2 * i))
-    sample = ReplayBufferEnsemble(*buffers, batch_size=16, sample_from_all=True).sample()
-    assert sample.batch_size == (2, 8)
-    for k, rb in enumerate(buffers):
-        if not turns:
-            check(make, rb, sample[k], 2)
-            continue
-        stored = make.unmarked(make.steps(rb[:]))
-        clips = make.unmarked(make.steps(sample[k]))
-        for first, second in zip(clips[::2], clips[1::2], strict=True):
-            at = stored.index(first)
-            assert stored[at + 1] == second
-            assert first["collector", "traj_ids"] == second["collector", "traj_ids"]
-
-
 class Pendulum(nn.Module):
     """What a pendulum's angle and speed are worth, or how to push it."""
 
@@ -375,18 +350,6 @@ def test_ppo_on_clips(layout):
     for t in reversed(range(3)):
         advantage[:, t] = following = error[:, t] + 0.9 * 0.8 * following
     torch.testing.assert_close(clips["advantage"], advantage, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("cls", BUFFERS)
-def test_slices_of_a_thread_that_samples_while_another_writes(make, meanwhile, cls):
-    rb = buffer(SliceSampler(slice_len=3, traj_key=KEY), cls=cls, max_steps=20, prefetch=2)
-    rb.extend(make.vectors([6, 5]))
-    with meanwhile(lambda k: rb.extend(make.vectors([3 + k % 5], seed=k, first_id=k + 2))):
-        for _ in range(60):
-            clips = rb.sample().view(4, 3)
-            assert (clips[KEY].diff() == 0).all()
-            assert (clips["step"].diff() == 1).all()
-            assert torch.equal(clips["next", "observation"][:, :-1], clips["observation"][:, 1:])
 
 
 def env_maker():

@@ -40,20 +40,6 @@ class ClipsOfACopy(Clips):
         return super().__iter__()
 
 
-class ClipsOfACheckpoint(Clips):
-    """The same of a buffer that every worker loads."""
-
-    def __init__(self, rb, folder):
-        super().__init__(None)
-        rb.dumps(folder)
-        self.folder = folder
-
-    def __iter__(self):
-        self.rb = buffer()
-        self.rb.loads(self.folder)
-        return super().__iter__()
-
-
 def buffer(cls=TensorDictReplayBuffer, sampler=ClipSampler, **kwargs):
     return cls(
         storage=EpisodeStorage(40),
@@ -144,21 +130,6 @@ def test_large_samples_arrive_whole(make):
         assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 
 
-@needs_fork
-def test_what_a_forked_worker_writes_stays_there(make):
-    rb = buffer()
-    rb.extend(make.vectors([6, 5]))
-
-    class Writes(Clips):
-        def __iter__(self):
-            self.rb.extend(make.vectors([7], first_id=2))
-            return super().__iter__()
-
-    for _, sample in loader(Writes(rb), "fork", workers=1):
-        assert len(sample) == 4 * SPAN
-    assert rb.storage.lengths.tolist() == [6, 5]
-
-
 def test_spawned_workers_are_refused_with_the_ways_out(make):
     rb = buffer()
     rb.extend(make.vectors([6, 5, 7]))
@@ -168,12 +139,10 @@ def test_spawned_workers_are_refused_with_the_ways_out(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bytes", "checkpoint"])
-def test_spawned_workers_unpack_a_copy(make, how, tmp_path):
+def test_spawned_workers_unpack_a_copy(make):
     rb = buffer()
     rb.extend(make.vectors([6, 5, 7]))
-    dataset = ClipsOfACopy(rb) if how == "bytes" else ClipsOfACheckpoint(rb, tmp_path)
-    batches = list(loader(dataset, "spawn", workers=1))
+    batches = list(loader(ClipsOfACopy(rb), "spawn", workers=1))
     assert len(batches) == 4
     for _, sample in batches:
         check(rb, sample)

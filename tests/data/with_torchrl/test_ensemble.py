@@ -225,12 +225,6 @@ def test_shares_change_and_an_empty_buffer_is_told_of(make):
     assert (mixed.sample()["index", "buffer_ids"] == 1).all()
 
 
-def test_half_a_batch_comes_from_one_buffer_by_default(make):
-    buffers = [buffer(make.vectors([9], first_id=k)) for k in range(2)]
-    mixed = ReplayBufferEnsemble(*buffers, p=[0.5, 0.5], batch_size=12)
-    assert mixed.sample().batch_size == (2, 6)
-
-
 def test_torchrls_offline_to_online_buffer_is_refused(make):
     rb = OfflineToOnlineReplayBuffer(
         buffer(make.vectors([9])), online_storage=EpisodeStorage(9), batch_size=6

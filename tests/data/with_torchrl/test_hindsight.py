@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import HERReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import HERReplayBuffer
 
 from tests.tiers import examples
 from torchrl_mt.data import (
@@ -122,14 +122,6 @@ def test_a_loaded_buffer_relabels_what_it_holds(tmp_path):
             load(each)
             assert each.storage.lengths.tolist() == [3, 5, 4]
             check(each, each.sample(), "final")
-
-
-def test_each_step_once_per_epoch():
-    rb = buffer(sampler=SamplerWithoutReplacement())
-    rb.extend(torch.cat([episode(0, 5), episode(1, 4)]))
-    sample = rb.sample(9)
-    check(rb, sample, "future")
-    assert len({tuple(state) for state in sample["achieved_goal"].tolist()}) == 9
 
 
 @pytest.mark.parametrize(

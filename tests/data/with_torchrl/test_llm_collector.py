@@ -5,7 +5,6 @@ Its steps are lazy stacks that hold ``History`` objects, ragged tokens and log-p
 
 import dataclasses
 import functools
-import math
 import re
 
 import pytest
@@ -34,12 +33,11 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
-from tests.data.saving import saved
 from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
-from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+from torchrl_mt.transforms import MergeTurns
 
 WORDS = ["guess", "to", "higher", "lower", "correct", *map(str, range(16))]
 # TorchRL takes templates that mark what the assistant said, and text that can be parsed again.
@@ -227,33 +225,6 @@ def test_flat_batches_of_several_environments_need_ids():
     assert rb.storage.num_episodes + len(rb.writer.open_episodes) > 8
 
 
-@pytest.mark.slow
-def test_the_oldest_dialogs_leave():
-    rb = make_buffer(max_steps=8)
-    fill(rb, "history", 1, yield_completed_trajectories=True)
-    ended, _ = dialogs("history", 1, yield_completed_trajectories=True)
-    stored = [plain_steps(episode) for episode in rb.storage.episodes()]
-    assert stored == ended[-len(stored) :]
-    assert 8 - MAX_TURNS < len(rb) <= 8 < sum(map(len, ended))
-
-
-@pytest.mark.slow
-def test_tokens_of_dialogs_count():
-    storage = EpisodeStorage(100, max_tokens=200)
-    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
-    fill(rb, "history", 1, yield_completed_trajectories=True)
-    ended, _ = dialogs("history", 1, yield_completed_trajectories=True)
-    sizes = []
-    for dialog in ended:
-        fields = [step["tokens"][-1] for step in dialog]
-        sizes.append(
-            sum(len(each[k][2]) for each in fields for k in ("prompt", "response", "full"))
-        )
-    kept = len(list(storage.episodes()))
-    assert 0 < kept < len(ended)
-    assert storage.num_tokens == sum(sizes[-kept:]) <= 200 < sum(sizes[-kept - 1 :])
-
-
 @pytest.mark.parametrize(("mode", "num_envs"), [slow("history", 1), ("text", 2)])
 def test_sampled_dialogs_become_training_rows(mode, num_envs):
     rb = make_buffer(batch_size=4)
@@ -270,17 +241,6 @@ def test_sampled_dialogs_become_training_rows(mode, num_envs):
     assert sorted(rows["tokens", "full"][trained].tolist()) == sampled("tokens", "response")
     assert sorted(rows["log_probs", "full"][trained].tolist()) == sampled("log_probs", "response")
     assert rows["rewards", "full"].sum() == turns["next", "reward"].sum()
-
-
-@pytest.mark.slow
-def test_returns_run_within_dialogs():
-    rb = make_buffer(writer=EpisodeWriter(transform=DiscountedReturn(0.5)))
-    fill(rb, "history", 1, yield_completed_trajectories=True)
-    for episode in rb.storage.episodes():
-        rewards = episode["next", "reward"].flatten().tolist()
-        for t, value in enumerate(episode["next", "return"].flatten().tolist()):
-            expected = sum(0.5**k * reward for k, reward in enumerate(rewards[t:]))
-            assert math.isclose(value, expected, rel_tol=1e-6)
 
 
 @pytest.mark.slow
@@ -336,53 +296,3 @@ def test_torchrls_grpo_loss_trains_on_sampled_dialogs():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     got.backward()
     assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters())
-
-
-def histories(lengths, first):
-    """One episode of steps that hold histories, messages of other kinds, and nested lists."""
-    steps = []
-    for t, length in enumerate(lengths):
-        history = History(
-            role=["user", "assistant"][: length % 3] + ["tool"] * (length - length % 3),
-            content=[f"{first}.{t}.{i}" for i in range(length)],
-            tool_calls=[{"name": "add", "arguments": {"a": i}} for i in range(length)]
-            if t % 2
-            else None,
-            batch_size=[length],
-        )
-        two = lazy_stack([history, history[:1]])
-        steps.append(
-            TensorDict(
-                {
-                    "history": {"prompt": history},
-                    "both": two,
-                    "text": f"turn {first}.{t}",
-                    "plan": [["a", [t]], [], {"k": (t, None)}],
-                    "next": {
-                        "history": {"prompt": history[-1:]},
-                        "done": torch.tensor([t + 1 == len(lengths)]),
-                    },
-                }
-            )
-        )
-    return lazy_stack(steps)
-
-
-@pytest.mark.parametrize("how", ["storage", "state_dict", "pickle", "dumps"])
-def test_histories_are_kept_as_they_are(how, tmp_path):
-    rb = make_buffer(max_steps=6)
-    episodes = [histories([2, 1, 4], 0), histories([3], 1), histories([1, 5, 2], 2)]
-    for episode in episodes:
-        rb.extend(episode)
-    expected = [plain_steps(episode) for episode in episodes[1:]]
-    copy = (
-        rb if how == "storage" else saved(rb, how, tmp_path, make_buffer(max_steps=6), trust=True)
-    )
-    assert [plain_steps(episode) for episode in copy.storage.episodes()] == expected
-    assert plain_steps(copy[:]) == [*expected[0], *expected[1]]
-    assert isinstance(copy[1]["history", "prompt"], History)
-    last = histories([2, 6], 3)
-    for each in [rb] if copy is rb else [rb, copy]:
-        each.extend(last[:1])
-        each.extend(last[1:])
-        assert plain_steps(each[:]) == [*expected[0], *expected[1], *plain_steps(last)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import InitTracker, PendulumEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
 from tests.data.saving import saved
 from tests.tiers import examples, slow
@@ -290,14 +290,6 @@ def test_is_init_begins_an_episode_where_nothing_else_can_tell():
     assert rb.writer.open_lengths == {2: 1, 1: 3, (1, 2): 1, 3: 1}
 
 
-def test_env_resets_are_told_by_the_init_tracker():
-    env = TransformedEnv(PendulumEnv(), InitTracker())
-    rb = buffer()
-    for _ in range(5):
-        rb.extend(env.rollout(4).select("is_init", ("next", "done"), ("next", "reward")))
-    assert rb.storage.lengths.tolist() == [4] * 4
-
-
 def test_what_cannot_be_compared_is_told_by_ids_alone():
     rb = buffer()
     piece = trajectory(1, 4, ids=3, done=False).exclude(("next", "observation"), ("next", "goal"))
@@ -385,19 +377,13 @@ def test_the_open_steps_have_a_budget(caplog):
     assert len(said) == 1
     assert "max_open_steps=20" in said[0]
     assert "reset_at_each_iter" in said[0]
+    rb.empty()
+    assert rb.writer.stats() == dict.fromkeys(stats, 0)
+    rb.extend(trajectory(7, 50, ids=7, done=False))
+    assert rb.writer.open_lengths == {7: 50}  # a single one may be longer
     for bad in (0, True, 1.5):
         with pytest.raises(ValueError, match="max_open_steps must be a positive integer"):
             EpisodeWriter(max_open_steps=bad)
-
-
-def test_the_budget_is_the_storages_by_default_and_a_single_episode_may_be_longer():
-    rb = buffer(max_steps=30)
-    for number in range(5):
-        rb.extend(trajectory(number, 10, ids=number, done=False))
-    assert rb.writer.open_lengths == {2: 10, 3: 10, 4: 10}
-    rb = buffer(max_open_steps=5)
-    rb.extend(trajectory(1, 50, ids=1, done=False))
-    assert rb.writer.open_lengths == {1: 50}
 
 
 @pytest.mark.parametrize("others_id", [1, 2])
@@ -427,16 +413,6 @@ def test_what_cannot_be_stored_is_dropped_for_the_budget():
     assert rb.writer.open_lengths == {2: 8}
     assert rb.writer.stats() | {"truncated": 1, "dropped": 1} == rb.writer.stats()
     assert rb.storage.lengths.tolist() == [4, 3]
-
-
-def test_emptying_forgets_open_episodes_and_counts():
-    rb = buffer(max_open_steps=10)
-    for number in range(3):
-        rb.extend(trajectory(number, 8, ids=0, done=False))
-    rb.empty()
-    assert rb.writer.stats() == dict.fromkeys(rb.writer.stats(), 0)
-    rb.extend(trajectory(0, 10, ids=0)[8:])
-    assert [told(e) for e in rb.storage.episodes()] == [(0, 8, 10)]
 
 
 # ---- other data ---------------------------------------------------------------------------------

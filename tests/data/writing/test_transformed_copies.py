@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import pytest
@@ -14,8 +17,6 @@ from torchrl.data import ReplayBuffer
 from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.columns.prompt_column import copy_of_episodes
-from torchrl_mt.data._store.steps import pack, unpack
 
 
 def views(prompts):
@@ -97,17 +98,6 @@ def ruin(data):
 
 
 @examples()
-@given(st.lists(conversations, min_size=1, max_size=4), st.booleans())
-def test_a_copy_is_equal_and_apart(talks, as_views):
-    data, lengths = batch(talks, as_views)
-    before = values(data)
-    copied = pack(copy_of_episodes(unpack(data), lengths), unread=True)
-    assert values(copied) == before
-    ruin(copied)
-    assert values(data) == before
-
-
-@examples()
 @given(st.lists(conversations, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_no_transform_changes_what_the_caller_holds(talks, as_views, many):
     class Ruin:
@@ -167,57 +157,72 @@ def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
     assert sum(held.values()) <= 2.5 * episodes * ends[-1] * 8 + 1000
 
 
-@examples()
-@given(st.lists(conversations, min_size=1, max_size=3), st.data())
-def test_what_nobody_reads_is_found_as_it_was_and_what_is_read_as_always(talks, data):
-    steps = unpack(batch(talks, True)[0])
-    unread, plain = pack(steps, unread=True), pack(steps)
-    reads = data.draw(st.sets(st.sampled_from(["tokens", "log_probs", "image", "text", "next"])))
-    for name in reads:
-        for node in (unread, plain):
-            list(node[name])
-            if isinstance(node.get(name), LazyStackedTensorDict):
-                assert len(node.get(name).tensordicts) == len(node)
-    again = unpack(unread)
-    assert list(again.columns) == list(unpack(plain).columns)
-    for name in {"tokens", "log_probs", "image", "text"} - reads:
-        for path, column in steps.columns.items():
-            if path[0] == name:
-                assert again.columns[path] is column
-    assert values(pack(again)) == values(plain)
-    # Those that were read are what they always are.
-    for name in reads - {"next"}:
-        assert type(unread.get(name)) is type(plain.get(name))
-    assert unread.batch_size == plain.batch_size
-    renamed = unread.rename_key_("tokens", "words")
-    assert listed(renamed, ("words", "prompt")) == listed(plain, PROMPT)
-    assert ("words", "prompt") in unpack(
-        pack(steps, unread=True).rename_key_("tokens", "words")
-    ).columns
+OPERATIONS = [
+    lambda td: td,
+    copy.deepcopy,
+    copy.copy,
+    lambda td: td.clone(),
+    lambda td: td.to("cpu"),
+    lambda td: pickle.loads(pickle.dumps(td)),
+    lambda td: torch.cat([td[:1], td[1:]]),
+    lambda td: td[torch.arange(len(td))],
+    lambda td: lazy_stack(list(td.unbind(0))),
+    lambda td: td.lock_(),
+    lambda td: td.exclude("label").update(td.select("label")),
+    lambda td: td.rename_key_("tokens", "words").rename_key_("words", "tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        copy.deepcopy,
-        copy.copy,
-        lambda td: td.clone(),
-        lambda td: td.to("cpu"),
-        lambda td: pickle.loads(pickle.dumps(td)),
-        lambda td: torch.cat([td[:1], td[1:]]),
-        lambda td: td[torch.arange(len(td))],
-        lambda td: lazy_stack(list(td.unbind(0))),
-        lambda td: td.lock_(),
-        lambda td: td.exclude("label").update(td.select("label")),
-    ],
+@pytest.mark.parametrize("how", OPERATIONS)
+@examples(15)
+@given(
+    talks=st.lists(conversations, min_size=1, max_size=3),
+    reads=st.sets(st.sampled_from(["tokens", "log_probs", "image", "text", "next"])),
 )
-def test_operations_on_what_nobody_read_yet(how):
-    talk = [([1], [2], "extend", 0), ([0], [2, 1], "extend", 0), ([1, 1], [2], "cut", 2)]
-    steps = unpack(batch([talk, talk], True)[0])
-    plain = values(pack(steps))
-    out = how(pack(steps, unread=True))
-    assert values(out) == plain
-    assert values(pack(unpack(out))) == plain
+def test_a_transform_may_read_and_copy_what_it_is_given(how, talks, reads):
+    data, _ = batch(talks, True)
+    before = values(data)
+
+    def transform(given):
+        for name in reads:
+            list(given[name])
+            if isinstance(given.get(name), LazyStackedTensorDict):
+                assert len(given.get(name).tensordicts) == len(given)
+        assert given.batch_size == data.batch_size
+        out = how(given)
+        assert values(out) == before
+        return out
+
+    transform.takes_many_episodes = True
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(transform=transform))
+    rb.extend(data)
+    assert values(rb[:]) == before
+
+
+def test_threads_of_a_transform_may_read_at_once(make):
+    data = make.turns([3, 2])
+    expected = make.steps(data)
+    reads = [make.steps, lambda batch: make.steps(batch.clone())]
+    start = threading.Barrier(6, timeout=60)
+
+    def transform(given):
+        def read(i):
+            start.wait()
+            return reads[i % 2](given)
+
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(read, range(6))) == [expected] * 6
+        return given
+
+    transform.takes_many_episodes = True
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            rb = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter(transform=transform))
+            rb.extend(data)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader, Subset
 from torchrl.objectives.llm.sft import SFTLoss
@@ -595,25 +594,6 @@ def test_workers_give_what_the_process_itself_gives(tokenizer, tmp_path, context
         assert_same(rows, other)
 
 
-def test_a_model_learns_the_answers_alone():
-    model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
-    dataset = ConversationDataset([GOOD], tokenizer)
-    rows = dataset.collate([dataset[0]])
-    loss = MultiTurnLoss(model, objective="sft")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(25):
-        value = loss(rows)["loss_objective"]
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert value < 0.1
-    prompt = tokenizer.apply_chat_template(
-        MESSAGES[:3], add_generation_prompt=True, return_dict=False
-    )
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
-    assert tokenizer.decode(out[0, len(prompt) :]) == "4 <end>"
-
-
 def test_the_hosts_loss_takes_the_rows():
     """TorchRL's SFTLoss reads the same masks; its mean over rows of means is ``seq_mean_token_mean``."""
     model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
@@ -630,14 +610,6 @@ def test_the_hosts_loss_takes_the_rows():
     host.set_keys(history=("tokens", "full"))
     ours = MultiTurnLoss(model, objective="sft", aggregation="seq_mean_token_mean")
     torch.testing.assert_close(host(rows).loss_sft, ours(rows)["loss_objective"])
-
-
-def test_rows_join_those_of_played_episodes(tokenizer):
-    dataset = ConversationDataset([GOOD], tokenizer)
-    rows = dataset.collate([dataset[0]])
-    both = torch.cat([rows, rows])
-    assert isinstance(both, TensorDict)
-    assert both["tokens", "full"].shape == (2, 12)
 
 
 def test_nothing_is_said_about_ordinary_conversations(tokenizer, caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import ReplayBuffer
 
-from tests.chat.families import QWEN3, QWEN25
+from tests.chat.families import QWEN3
 from tests.chat.templates import byte_level
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
@@ -18,12 +17,11 @@ from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import (
     ConversationDataset,
     EpisodeDataset,
-    episode_writer,
     open_episodes,
     save_episodes,
     to_hf_dataset,
 )
-from torchrl_mt.envs import GuessNumber, ToolEnv
+from torchrl_mt.envs import GuessNumber
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 datasets = pytest.importorskip("datasets")
@@ -171,80 +169,6 @@ def test_calls_thoughts_weights_and_tools_come_back_from_every_file(
         for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
             assert set(row.keys(True, True)) == set(other.keys(True, True))
             assert (row == other).all()
-
-
-def test_tool_calls_are_kept_exactly():
-    """Two tools with arguments of other names and types, and a null that means something."""
-    tokenizer = QWEN25.on(byte_level())
-    calls = [
-        {"name": "look", "arguments": {"q": None}},
-        {"name": "find", "arguments": {"n": [1, "a"]}},
-    ]
-    said = [f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>" for call in calls]
-    left = iter([said[0], "yes<|im_end|>", said[1], "no<|im_end|>"])
-
-    def look(q: str | None) -> str:
-        """Look.
-
-        Args:
-            q: What.
-        """
-        return "here"
-
-    def find(n: list) -> str:
-        """Find.
-
-        Args:
-            n: What.
-        """
-        return "there"
-
-    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    engine = ScriptedEngine(
-        tokenizer,
-        lambda prompt: tokenizer(next(left), add_special_tokens=False)["input_ids"],
-        (stop,),
-    )
-    data = [{"messages": [{"role": "user", "content": "a"}]}] * 2
-    with MultiTurnCollector(
-        lambda: ToolEnv([look, find], reward=lambda messages, data: 1.0),
-        *(engine, data),
-        episodes_per_batch=2,
-        total_episodes=2,
-        max_concurrency=1,
-    ) as collector:
-        (batch,) = collector
-    table = to_hf_dataset(batch)
-    for row, call in zip(table, calls, strict=True):
-        answer = next(message for message in row["messages"] if message["tool_calls"])
-        (function,) = (each["function"] for each in answer["tool_calls"])
-        if not hasattr(datasets, "Json"):
-            function["arguments"] = json.loads(function["arguments"])
-        assert function == call
-    dataset = ConversationDataset(table, tokenizer)
-    for row, text in zip(
-        dataset, (said[0] + "yes<|im_end|>", said[1] + "no<|im_end|>"), strict=True
-    ):
-        assert tokenizer.decode(row["tokens", "full"][row["masks", "all_assistant_mask"]]) == text
-
-
-@pytest.mark.parametrize("has_json", [True, False])
-def test_tools_of_the_metadata_are_kept(batch, has_json, monkeypatch):
-    if not has_json:
-        monkeypatch.delattr(datasets, "Json", raising=False)
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    storage = EpisodeStorage(100)
-    with episode_writer(storage) as out:
-        for k, game in enumerate(split(batch)):
-            out.write_episode(game, {"tools": tools} if k else {})
-    table = to_hf_dataset(storage)
-    if has_json and hasattr(datasets, "Json"):
-        assert table[1]["tools"] == tools
-    tokenizer = QWEN25.on(byte_level())
-    rows = [
-        tokenizer.decode(row["tokens", "full"]) for row in ConversationDataset(table, tokenizer)
-    ]
-    assert ["# Tools" in row for row in rows] == [False, True, True]
 
 
 def test_older_releases_get_arguments_as_text(monkeypatch):

@@ -1,4 +1,7 @@
-"""Names of files: clear to a person, and safe on every file system."""
+"""Names of files: clear to a person, and safe on every file system.
+
+Of a private function: this system's files tell nothing of what others do with names.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.datasets.episodes import ODD_NAMES
 from tests.tiers import examples
-from torchrl_mt.datasets import EpisodeDataset, open_episodes
+from torchrl_mt.datasets import open_episodes
 from torchrl_mt.datasets._files.entry_files import entry_name
 
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]*[A-Za-z0-9_-]|[a-z0-9_]")
@@ -22,25 +26,7 @@ DEVICES = {
     *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
 }
 SUFFIXES = ["", ".npy", ".jsonl", ".mp4"]
-NASTY = ["..", ".", "/", "a/b", "a", "A", "a.b", "b", "npy", "a.npy", "mp4", "con", "NUL", "aux.x"]
-NASTY += [
-    "é",
-    "e\u0301",
-    "ß",
-    "ss",
-    "a ",
-    "a.",
-    " ",
-    "\n",
-    "\x00",
-    "~",
-    "-a",
-    "_",
-    "a~b",
-    "x" * 300,
-]
-NASTY += ["\\", "C:", "a*", "ı", "I", "K", "k", "観測", "a_b", "a__b"]
-PARTS = st.sampled_from(NASTY) | st.text(st.characters(), max_size=5)
+PARTS = st.sampled_from(ODD_NAMES) | st.text(st.characters(), max_size=5)
 KEYS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)
 
 
@@ -62,16 +48,11 @@ def test_names_are_safe_and_differ_wherever_case_or_accents_do_not_count(keys):
     assert len(files) == len(keys) * len(SUFFIXES)
 
 
-def test_any_key_is_written_into_the_folder_of_its_episode_and_read_back(tmp_path):
-    keys = [("x", part) for part in NASTY] + [("..", "..", "escaped")]
-    written = {key: torch.full((2,), i) for i, key in enumerate(keys)}
+def test_files_lie_in_the_folder_of_their_episode(tmp_path):
+    keys = [("x", part) for part in ODD_NAMES] + [("..", "..", "escaped")]
     path = tmp_path / "deep" / "er" / "set"
     with open_episodes(path) as out:
-        out.write_episode(written)
-    episode = EpisodeDataset(path).episode(0)
-    assert {key: episode[key].tolist() for key in keys} == {
-        k: v.tolist() for k, v in written.items()
-    }
+        out.write_episode({key: torch.zeros(2) for key in keys})
     (folder,) = path.glob("data-*/chunk-000/episode-000000")
     files = [file for file in tmp_path.rglob("*.npy") if file.is_file()]
     assert len(files) == len(keys)

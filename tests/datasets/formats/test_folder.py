@@ -11,16 +11,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from tensordict import TensorDict, lazy_stack
 
 from tests.datasets.episodes import assert_same
-from tests.tiers import examples, first_fast
+from tests.tiers import first_fast
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 from torchrl_mt.datasets._files import image_files
-from torchrl_mt.datasets._files.readers import Runs
 from torchrl_mt.datasets.formats import folder as folder_format
 
 T = 4
@@ -100,49 +97,16 @@ def test_next_images_that_disagree_follow_all_others(tmp_path):
     assert_same(dataset.episode(1), disagreeing)
 
 
-SIDES = st.integers(1, 6)
-CHANNELS = st.sampled_from([1, 3, 4])
-IMAGES = st.one_of(
-    st.tuples(SIDES, SIDES), st.tuples(SIDES, SIDES, CHANNELS), st.tuples(CHANNELS, SIDES, SIDES)
-)
+NO_IMAGES = [(), (7,), (5, 6, 2), (0, 4), (3, 0, 4), (2, 3, 4, 1), (1, 70_000)]
+IMAGES = [(5, 6), (1, 1), (5, 6, 1), (5, 6, 3), (5, 6, 4), (1, 5, 6), (3, 5, 6), (4, 5, 6)]
 
 
-@examples(150, few=12)
-@given(shapes=st.lists(IMAGES, min_size=1, max_size=4), jpeg=st.booleans())
-def test_images_of_all_layouts_come_back_bit_for_bit(shapes, jpeg, tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "set"
-    flat = [shape for shape in shapes if len(shape) == len(shapes[0])]
-    data = {f"x{i}": random_images(T, *shape, seed=i) for i, shape in enumerate(shapes)}
-    data["ragged"] = [random_images(*shape, seed=9) for shape in flat]
-    data["ragged"] += [random_images(*flat[0], seed=t) for t in range(T - len(flat))]
-    given = TensorDict({k: v for k, v in data.items() if k != "ragged"}, [T])
-    given["ragged"] = lazy_stack([TensorDict({"r": each}) for each in data["ragged"]])
-    dataset = write(path, given, **({"jpeg_quality": 95} if jpeg else {}))
-    assert not [*path.rglob("x*.npy")]
-    names = [file.name for file in path.rglob("*") if file.suffix in (".png", ".jpg")]
-    assert len(names) == T * (len(shapes) + 1)
-    if not jpeg:
-        assert {name[-4:] for name in names} == {".png"}
-        assert_same(dataset.episode(0), given)
-        return
-    got = dataset.episode(0)
-    for key, value in data.items():
-        if key != "ragged":
-            assert got[key].shape == value.shape
-            assert got[key].dtype == torch.uint8
-    assert [each["r"].shape for each in got["ragged"].unbind(0)] == [
-        x.shape for x in data["ragged"]
-    ]
-
-
-@pytest.mark.parametrize(
-    "shape", [(), (7,), (5, 6, 2), (0, 4), (3, 0, 4), (2, 3, 4, 1), (1, 70_000)]
-)
-def test_bytes_that_are_no_images_are_arrays(shape, tmp_path):
+@pytest.mark.parametrize("shape", [*NO_IMAGES, *IMAGES])
+def test_bytes_that_may_be_images_are_files_of_images(shape, tmp_path):
     data = TensorDict({"x": random_images(T, *shape)}, [T])
     data["ragged"] = lazy_stack([TensorDict({"r": each}) for each in data["x"].unbind(0)])
     dataset = write(tmp_path / "set", data)
-    assert not [*tmp_path.rglob("*.png")]
+    assert len([*tmp_path.rglob("*.png")]) == (2 * T if shape in IMAGES else 0)
     assert_same(dataset.episode(0), data)
 
 
@@ -224,18 +188,6 @@ def test_an_image_that_is_in_two_entries_is_decoded_once(keys, tmp_path, monkeyp
                     assert torch.equal(clips[3 * i + t][key], part[key])
 
 
-def test_what_is_read_is_writable_and_no_map_of_a_file(tmp_path):
-    reader = write(tmp_path / "set", episode())._reader
-    for path in reader.schema.fields:
-        if reader.schema.fields[path].kind != "object":
-            stored = reader.stored(path, Runs.whole(0, T)) if path[0] != "next" else None
-            for values in vars(stored).values() if stored else ():
-                assert values.flags.writeable
-                while values is not None:
-                    assert not isinstance(values, np.memmap)
-                    values = values.base
-
-
 # ---- options ------------------------------------------------------------------------------------
 
 
@@ -271,12 +223,6 @@ def test_jpeg_is_small_and_close_and_remembered(tmp_path):
 def test_jpeg_quality_is_checked(quality, tmp_path):
     with pytest.raises(ValueError, match="jpeg_quality must be an integer from 1 to 100, got"):
         open_episodes(tmp_path / "set", jpeg_quality=quality)
-    assert not os.listdir(tmp_path)
-
-
-def test_unknown_options_are_named(tmp_path):
-    with pytest.raises(TypeError, match="jpg_quality"):
-        open_episodes(tmp_path / "set", jpg_quality=90)
     assert not os.listdir(tmp_path)
 
 

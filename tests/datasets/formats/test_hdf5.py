@@ -12,11 +12,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.datasets.episodes import assert_same, random_data
-from tests.tiers import examples
 from torchrl_mt.datasets import (
     ClipDataset,
     DatasetError,
@@ -25,8 +22,6 @@ from torchrl_mt.datasets import (
     save_episodes,
 )
 from torchrl_mt.datasets._files import hdf5_rows
-from torchrl_mt.datasets._files.readers import runs_of
-from torchrl_mt.datasets.formats import hdf5
 
 
 def episode(length, first=0):
@@ -43,11 +38,6 @@ def episode(length, first=0):
 
 def steps_of(path):
     return [each["action"].tolist() for each in EpisodeDataset(path).episodes()]
-
-
-KEYS = st.sampled_from(
-    ["", ".", "..", "%", "%2E", "%65p_len", "ep_len", "a/b", "a", "b", "\0", "é"]
-)
 
 
 # ---- what h5py alone sees -----------------------------------------------------------------------
@@ -84,18 +74,6 @@ def test_a_shared_next_has_one_row_more(tmp_path):
         assert "next" not in file
     for got, written in zip(EpisodeDataset(path).episodes(), (agreeing, own), strict=True):
         assert torch.equal(got["next", "observation"], written["next"]["observation"])
-
-
-@examples()
-@given(st.lists(st.lists(KEYS, min_size=1, max_size=3), unique_by=tuple, max_size=6))
-def test_no_two_keys_have_the_same_place(paths):
-    places = [hdf5._place_of(tuple(path)) for path in paths]
-    assert len(set(places)) == len(places)
-    for place in places:
-        assert "" not in place.split("/")
-        assert "." not in place.split("/")
-        assert "\0" not in place
-        assert not place.startswith("ep_")
 
 
 def test_small_data_sets_are_small_files(tmp_path):
@@ -151,35 +129,6 @@ def test_files_without_a_schema_are_read(layout, tmp_path):
 
 
 # ---- rows ---------------------------------------------------------------------------------------
-
-
-@examples()
-@given(st.data())
-def test_runs_of_rows_are_those_of_h5py(data):
-    draw = data.draw
-    count = draw(st.integers(1, 40))
-    chunk = draw(
-        st.integers(1, min(count, 12))
-    )  # h5py refuses a chunk that is longer than its data.
-    stride = draw(st.integers(1, 3))
-    rows = draw(st.sampled_from([np.uint8, np.int64, np.complex128, bool]))
-    values = np.arange(count * 3).reshape(count, 3).astype(rows)
-    runs = []
-    same = draw(st.none() | st.integers(0, (count - 1) // stride + 1))
-    for _ in range(draw(st.integers(0, 6))):
-        number = draw(st.integers(0, (count - 1) // stride + 1)) if same is None else same
-        most = count - (max(number, 1) - 1) * stride - 1
-        runs.append((draw(st.integers(0, most)), number))
-    first, counts = np.array(runs, np.int64).reshape(-1, 2).T
-    with h5py.File("rows", "w", driver="core", backing_store=False) as file:
-        dataset = file.create_dataset("x", data=values, chunks=(chunk, 3))
-        file.flush()
-        stored = hdf5_rows.MappedRows(dataset, file.id.get_file_image(), dataset.dtype)
-        assert stored.in_map
-        got = stored.take(first, counts, stride)
-        np.testing.assert_array_equal(got, values[runs_of(first, counts, stride)])
-        assert got.flags.writeable
-        assert got.dtype == values.dtype
 
 
 # ---- writers that were killed, and others -------------------------------------------------------
@@ -287,30 +236,4 @@ def test_other_files_are_named(tmp_path):
         file.attrs["version"] = 1
         del file["action"]
     with pytest.raises(DatasetError, match=r"a\.h5"):
-        EpisodeDataset(path)
-
-
-def test_a_file_that_is_cut_off_gives_right_episodes_or_says_so(tmp_path):
-    path, episodes = tmp_path / "a.h5", [episode(20, 100 * i) for i in range(30)]
-    save_episodes(episodes, path)
-    whole = path.read_bytes()
-    readable = 0
-    for size in np.linspace(0, len(whole), 40, dtype=int).tolist():
-        path.write_bytes(whole[:size])
-        with contextlib.suppress(DatasetError):
-            dataset = EpisodeDataset(path, format="hdf5")
-            readable += len(dataset)
-            for written, got in zip(episodes, dataset.episodes(), strict=True):
-                assert got["action"].tolist() == written["action"].tolist()
-                assert got["text"] == written["text"]
-                np.testing.assert_array_equal(got["observation"], written["observation"])
-    assert readable >= len(episodes)
-
-
-def test_steps_that_are_not_in_the_file_are_named(tmp_path):
-    path = tmp_path / "a.h5"
-    save_episodes([episode(20), episode(20, 100)], path)
-    with h5py.File(path, "r+") as file:
-        file["ep_len"][1] = 200  # More steps than the other entries have.
-    with pytest.raises(DatasetError, match=r"a\.h5 .*the record of episode 1 is not as it was"):
         EpisodeDataset(path)

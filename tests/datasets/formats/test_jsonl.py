@@ -262,32 +262,6 @@ def test_a_line_of_another_schema_is_named(tmp_path):
         EpisodeDataset(tmp_path / "a.jsonl").episode(2)
 
 
-@few_or_many(40, 400)
-def test_no_damage_raises_anything_else(examples, tmp_path):
-    rng = random.Random(0)
-    path = tmp_path / "a.jsonl"
-    save_episodes([conversation("a"), conversation("b", "c", log_prob=float("nan"))], path)
-    whole = path.read_bytes()
-    damaged = 0
-    for _ in range(examples):
-        data = bytearray(whole)
-        for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(data))
-            end = at + rng.choice([0, 1, 1, 30])
-            data[at:end] = rng.choice(
-                [b"", b"0", b"[", b'"', b"\n", b"null", bytes([rng.randrange(256)])]
-            )
-        path.write_bytes(data)
-        try:
-            dataset = EpisodeDataset(path)
-            for i in range(len(dataset)):
-                dataset.episode(i)
-                dataset.metadata(i)
-        except DatasetError:
-            damaged += 1
-    assert damaged > examples / 2
-
-
 def test_conversations_of_others_are_for_another_class(tmp_path):
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     with pytest.raises(DatasetError, match=r"chat\.jsonl.*ConversationDataset"):
@@ -302,20 +276,6 @@ def test_conversations_of_others_are_for_another_class(tmp_path):
 
 
 # ---- what is read -------------------------------------------------------------------------------
-
-
-def test_what_is_read_is_nobody_elses(tmp_path):
-    path = tmp_path / "talk.jsonl"
-    save_episodes([conversation("a", "b")], path)
-    dataset = EpisodeDataset(path)
-    first = dataset.episode(0)
-    first["text"][0][1]["content"] = "changed"
-    first.get(("tokens", "prompt"), as_list=True)[0].fill_(9)
-    first["next", "reward"].fill_(9)
-    again = dataset.episode(0)
-    assert again["text"][0][1]["content"] == "a"
-    assert again.get(("tokens", "prompt"), as_list=True)[0].tolist() == [0, 1]
-    assert again["next", "reward"].tolist() == [[0.5], [0.5]]
 
 
 def test_clips_of_a_batch_come_from_lines_that_are_parsed_once(tmp_path, monkeypatch):

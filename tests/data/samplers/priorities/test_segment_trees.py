@@ -31,17 +31,6 @@ def test_trees_follow_what_changes(size, dtype):
     assert torch.equal(sums.find(mass), expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_single_leaf_counts_wherever_it_is(size):
-    for place in {0, size // 2, size - 1}:
-        sums, minima = SumTree(torch.zeros(size)), MinTree(torch.full((size,), float("inf")))
-        assert (sums.root, minima.root) == (0.0, float("inf"))
-        index = torch.tensor([place])
-        sums[index], minima[index] = torch.tensor([0.1]), -2.0
-        assert (sums.root, minima.root) == (pytest.approx(0.1), -2.0)
-        assert sums.find(torch.tensor([1e-6, sums.root])).tolist() == [place, place]
-
-
 @pytest.mark.parametrize("size", [2000, 40_000, 140_000])
 def test_rounded_sums_lead_to_leaves(size):
     generator = torch.Generator().manual_seed(0)
@@ -53,13 +42,6 @@ def test_rounded_sums_lead_to_leaves(size):
     # A sum that was rounded up is reached by no leaf.
     found = tree.find(torch.tensor([0.0, tree.root * 1.001]))
     assert tree[found].shape == (2,)
-
-
-def test_leaves_are_copied():
-    leaves = torch.ones(3)
-    tree = SumTree(leaves)
-    leaves[0] = 5.0
-    assert tree[torch.tensor([0])] == 1.0
 
 
 @pytest.mark.slow

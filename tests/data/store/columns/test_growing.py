@@ -9,7 +9,6 @@ from tensordict import TensorDict, lazy_stack
 from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage
-from torchrl_mt.data._store.columns.prompt_column import Additions, additions, expand
 
 
 def episode(prompts, responses, identity=0, parents=None):
@@ -38,44 +37,23 @@ told = st.one_of(st.none(), st.lists(st.integers(-2, 7), min_size=18, max_size=1
 
 
 @examples()
-@given(episodes=st.lists(conversations, min_size=1, max_size=3), parents=told)
-def test_what_is_taken_apart_is_put_together_again(episodes, parents):
-    prompts, responses, lengths = [], [], []
-    for conversation in episodes:
-        more = play(conversation)
-        prompts += more[0]
-        responses += more[1]
-        lengths.append(len(conversation))
-    items = additions(prompts, responses, torch.tensor(lengths), parents).items
-    assert plain(expand(Additions(items), responses)) == plain(prompts)
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        assert items[start].kept == 0
-        together = expand(Additions(items[part]), responses[part])
-        assert plain(together) == plain(prompts[part])
-        start += length
-
-
-@pytest.mark.parametrize("parents", [None, [-1, 0, -1, 0]])
-def test_the_first_prompt_of_an_episode_keeps_nothing_of_the_episode_before(parents):
-    prompts, responses = play([([1, 2], [3], "extend", 0), ([4], [5], "extend", 0)])
-    items = additions(prompts * 2, responses * 2, torch.tensor([2, 2]), parents).items
-    assert [item.kept for item in items] == [0, 3, 0, 3]
-
-
-@examples()
 @given(conversation=conversations, parents=told)
-def test_no_prompt_keeps_what_it_could_share(conversation, parents):
-    prompts, responses = play(conversation)
-    items = additions(prompts, responses, torch.tensor([len(prompts)]), parents).items
-    for t, (back, kept, _) in enumerate(items):
-        shared = {t: 0}
+def test_no_token_is_stored_that_a_prompt_shares(conversation, parents):
+    data = play(conversation)
+    storage = EpisodeStorage(9)
+    storage.append(episode(*data, parents=parents))
+    if PROMPT not in storage.growing_keys or RESPONSE not in storage.ragged_keys:
+        return
+    prompts, responses = map(plain, data)
+    tokens = sum(map(len, responses))
+    for t, prompt in enumerate(prompts):
+        shared = [0]
         for base in {t - 1, parents[t] if parents else t - 1} & set(range(t)):
-            before = prompts[base].tolist() + responses[base].tolist()
-            pairs = [a == b for a, b in zip(prompts[t].tolist(), before, strict=False)]
-            shared[base] = [*pairs, False].index(False)
-        assert kept == shared[t - back] == max(shared.values())
+            before = prompts[base] + responses[base]
+            pairs = [a == b for a, b in zip(prompt, before, strict=False)]
+            shared.append([*pairs, False].index(False))
+        tokens += len(prompt) - max(shared)
+    assert storage.num_tokens == tokens
 
 
 @examples(30)

@@ -7,7 +7,6 @@ import torch
 from torchrl.data import TensorDictReplayBuffer
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.columns.memory import Memory
 
 
 def mapped(folder):
@@ -25,30 +24,33 @@ def test_values_lie_in_files_and_those_go_with_the_storage(make, tmp_path):
     written["image"] = torch.randn(9, 300)  # too large for a record
     for data in make.split(written):
         storage.append(data)
-    held = [column for column in storage._store.columns.values() if column.nbytes]
-    held += storage._store.records
-    assert len(held) > 3
-    for each in held:
-        assert any(each.data.data_ptr() in part for part in mapped(tmp_path))
     assert sum(map(len, mapped(tmp_path))) >= storage.nbytes > 0
     assert os.listdir(tmp_path) == []
     sample = storage[:]
     steps = make.steps(sample)
-    del storage, each, held
+    del storage
     gc.collect()
     assert mapped(tmp_path) == []
     assert make.steps(sample) == steps
 
 
-def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
-    child = os.fork()
-    if not child:
-        memory = Memory(torch.device("cpu"), tmp_path)
-        data = memory.empty((5,), torch.int64).fill_(1)
-        os.kill(os.getpid(), signal.SIGKILL if int(data.sum()) == 5 else signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    assert os.listdir(tmp_path) == []
+def test_forked_processes_that_end_or_are_killed_change_nothing_and_leave_nothing(make, tmp_path):
+    storage, data = EpisodeStorage(8, scratch_dir=tmp_path), make.vectors([4])
+    storage.append(data)
+    for killed in (True, False):
+        child = os.fork()
+        if not child:
+            other = EpisodeStorage(8, scratch_dir=tmp_path)
+            other.append(data)
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            del storage, other
+            gc.collect()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status == (signal.SIGKILL if killed else 0)
+        assert os.listdir(tmp_path) == []
+    assert make.steps(storage[:]) == make.steps(data)
 
 
 def test_storages_share_a_folder(make, tmp_path):
@@ -58,18 +60,6 @@ def test_storages_share_a_folder(make, tmp_path):
         storage.append(data)
     for storage, data in zip(storages, written, strict=True):
         assert make.steps(storage[:]) == make.steps(data)
-
-
-def test_a_forked_process_that_ends_changes_nothing(tmp_path):
-    memory = Memory(torch.device("cpu"), tmp_path)
-    data = memory.empty((5,), torch.int64).fill_(7)
-    child = os.fork()
-    if not child:
-        del data, memory
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert data.tolist() == [7] * 5
 
 
 def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatch):
@@ -103,11 +93,6 @@ def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatc
     more = make.vectors([1] * 16, first_id=50)
     rb.extend(more)
     assert make.steps(storage[:]) == stored + make.steps(more)
-
-
-def test_files_are_for_the_cpu(tmp_path):
-    with pytest.raises(ValueError, match=r"scratch_dir .* use device='cpu', got 'meta'"):
-        EpisodeStorage(8, device="meta", scratch_dir=tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_at_once(tmp_path):

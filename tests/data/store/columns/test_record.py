@@ -4,18 +4,18 @@ import copy
 import io
 import multiprocessing
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.data._store.columns.records import _MOST_BYTES
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
@@ -36,7 +36,7 @@ def episode(drawn, length, seed):
     data = TensorDict({"next": {"done": torch.arange(length)[:, None] == length - 1}}, [length])
     for i, (dtype, shape, where) in enumerate(drawn):
         if where == "large":  # no part of a record
-            shape = [_MOST_BYTES + 1, *shape]
+            shape = [600, *shape]
         values = torch.randint(2, (length, *shape), generator=generator)
         values = values * torch.randint(100, values.shape, generator=generator)
         key = {"next": ("next", f"x{i}"), "deep": ("a", "b", f"x{i}")}.get(where, f"x{i}")
@@ -62,76 +62,46 @@ def test_what_is_read_is_what_was_written(make, drawn, lengths, seed):
     backwards = torch.arange(len(storage)).flip(0)
     assert make.steps(storage[:]) == everything
     assert make.steps(storage[backwards]) == everything[::-1]
-    assert storage.nbytes >= sum(column.nbytes for column in storage._store.columns.values()) + sum(
-        r.data.nbytes for r in storage._store.records
-    )
 
 
-@examples(60)
-@given(
-    drawn=entries,
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7),
-    as_list=st.lists(st.booleans(), min_size=1, max_size=5),
-    seed=st.integers(0, 99),
-)
-def test_pieces_of_several_episodes_are_stored_as_they_came(make, drawn, lengths, as_list, seed):
-    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
-    whole = [episode(drawn, length, seed + i) for i, length in enumerate(lengths)]
-    for i, data in enumerate(whole):
-        data["episode"] = torch.full((len(data),), i)
-    pieces = [list(data.split(1 + (seed + i) % 4)) for i, data in enumerate(whole)]
-    order, turn = torch.Generator().manual_seed(seed), 0
-    while any(pieces):
-        several = [each.pop(0) for each in pieces if each and torch.rand((), generator=order) < 0.5]
-        if several:
-            batch = torch.cat(several)
-            rb.extend(lazy_stack(list(batch.unbind(0))) if as_list[turn % len(as_list)] else batch)
-            turn += 1
-    got = {int(data["episode"][0]): make.steps(data) for data in rb.storage.episodes()}
-    assert got == {i: make.steps(data) for i, data in enumerate(whole)}
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("places", [(0, 2, 3), (1, 3, 0), (0, 1, 3), (2, 0, 1), (1, 1, 1)])
-@pytest.mark.parametrize("length", [1, 5])
-def test_entries_that_share_memory_are_stored_as_they_are(make, places, stride, length):
-    """Side by side as in a record, or otherwise."""
-    values = torch.arange(4.0 * 2 * length).view(2 * length, 4)[: stride * length : stride]
+def side_by_side(places, stride, length):
+    """Entries as in a record, or otherwise."""
     x, y, z = places
-    data = TensorDict(
-        {
-            "x": values[:, x : x + 2],
-            "y": values[:, y],
-            "next": {"reward": values[:, z, None], "done": torch.arange(length) == length - 1},
-        },
-        [length],
-    )
-    storage = EpisodeStorage(40)
+    values = torch.arange(4.0 * 2 * length).view(2 * length, 4)[: stride * length : stride]
+    return {"x": values[:, x : x + 2], "y": values[:, y], "next": {"reward": values[:, z, None]}}
+
+
+def overlapping(*shape):
+    values = torch.arange(100.0 * torch.Size(shape).numel()).view(100, *shape)
+    return {"o": values[:5], "p": values[1:6]}
+
+
+def of_one_array():
+    """NumPy's memory, which is two tensors' that know nothing of each other."""
+    values = np.arange(20.0).reshape(5, 4)
+    return {"x": torch.from_numpy(values[:, :3]), "y": torch.from_numpy(values[:, 3:])}
+
+
+PLACES = [(0, 2, 3), (1, 3, 0), (0, 1, 3), (2, 0, 1), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *(side_by_side(*each) for each in product(PLACES, [1, 2], [1, 5])),
+        *(overlapping(*shape) for shape in [(), (1,), (3,), (2, 3)]),
+        of_one_array(),
+    ],
+)
+@pytest.mark.parametrize("share_next", [True, False])
+def test_entries_that_share_memory_are_stored_as_they_are(make, entries, share_next):
+    length = len(next(iter(entries.values())))
+    data = TensorDict(entries, [length])
+    data["next", "done"] = torch.arange(length) == length - 1
+    storage = EpisodeStorage(40, share_next=share_next)
     for _ in range(3):
         storage.append(data)
     assert [make.steps(got) for got in storage.episodes()] == 3 * [make.steps(data)]
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
-def test_entries_that_overlap_in_memory_are_stored_as_they_are(make, shape):
-    values = torch.arange(100.0 * torch.Size(shape).numel()).view(100, *shape)
-    done = torch.arange(5) == 4
-    data = TensorDict({"o": values[:5], "p": values[1:6], "next": {"done": done}}, [5])
-    storage = EpisodeStorage(40, share_next=False)
-    for _ in range(2):
-        storage.append(data)
-    assert [make.steps(got) for got in storage.episodes()] == 2 * [make.steps(data)]
-
-
-def test_columns_of_one_array_are_stored_as_they_are(make):
-    """NumPy's memory, which is two tensors' that know nothing of each other."""
-    values = np.arange(20.0).reshape(5, 4)
-    x, y = torch.from_numpy(values[:, :3]), torch.from_numpy(values[:, 3:])
-    data = TensorDict({"x": x, "y": y, "next": {"done": torch.arange(5) == 4}}, [5])
-    storage = EpisodeStorage(40)
-    for _ in range(2):
-        storage.append(data)
-    assert [make.steps(got) for got in storage.episodes()] == 2 * [make.steps(data)]
 
 
 def sampled(make, sampler):
