@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.engines.helpers import ask
 from tests.engines.sampling_servers import (
     Refused,
     SGLangServer,
@@ -40,11 +41,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 OLD = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("old vllm", "old sglang")]
 
 
@@ -61,8 +57,6 @@ def servers(kind):
 
 @pytest.fixture
 def make(kind, servers, tokenizer, tmp_path):
-    engines = []
-
     def make(pause="abort", **kwargs):
         _, weights, api = KINDS[kind]
         on_update = weights(servers.urls, folder=tmp_path, pause=pause)
@@ -71,23 +65,13 @@ def make(kind, servers, tokenizer, tmp_path):
             servers.urls, "tiny", tokenizer, api=api, on_update=on_update, **kwargs
         )
         engine._servers._pause = 0.05
-        engines.append(engine)
         return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {"version": torch.tensor([float(version)])}
-
-
-def ask(engine, prompt=(5, 6), **kwargs):
-    async def run():
-        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
-
-    return asyncio.run(run())
 
 
 def restart_unseen(servers):
@@ -498,22 +482,17 @@ def tuned(request, servers, tokenizer, tmp_path, monkeypatch):
     for module in ("base", "vllm"):
         where = f"torchrl_mt.engines.server_weights.{module}.peft_model"
         monkeypatch.setattr(where, lambda model: model)
-    engines = []
 
     def make(pause="abort", **kwargs):
         on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path, pause=pause)
         kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engines.append(
-            CompletionsEngine(
-                servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
-            )
+        engine = CompletionsEngine(
+            servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
         )
-        engines[-1]._servers._pause = 0.05
-        return engines[-1]
+        engine._servers._pause = 0.05
+        return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 class Tuned(torch.nn.Module):
@@ -536,7 +515,6 @@ def test_folders_of_adapters_are_loaded(servers, tmp_path, tokenizer):
     assert folder.exists()
     with pytest.raises(TypeError, match="got dict"):
         engine.update_weights(weights(2))
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["vllm", OLD[0]])
