@@ -73,14 +73,8 @@ def renamed(batch, keys):
 def clear_of(name):
     """The flat parent of a key's default, and the keys that lay below it elsewhere."""
     flat = USUAL[name][0]
-    return {
-        name: flat,
-        **{
-            other: f"moved_{other}"
-            for other, key in NESTED.items()
-            if key[0] == flat and other != name
-        },
-    }
+    others = [other for other, key in NESTED.items() if key[0] == flat and other != name]
+    return {name: flat, **{other: f"moved_{other}" for other in others}}
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -183,14 +177,8 @@ def test_what_is_written_to_rejected_rows_is_finite(
     tokens[2, 0] = 5
     for key in ("log_probs", "rewards"):
         batch[key, "full"][~kept] = float("inf")
-    options = {
-        "advantage": advantage,
-        "old_log_probs": old_log_probs,
-        "reward": [("episode", 1.0)],
-        "whiten": True,
-        "kl_coef": 0.1,
-        "with_entropy": True,
-    }
+    options = {"advantage": advantage, "old_log_probs": old_log_probs, "kl_coef": 0.1}
+    options |= {"reward": [("episode", 1.0)], "whiten": True, "with_entropy": True}
     maker = ExperienceMaker(Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **options)
     out = maker(batch)
     sound = rows(n=9)[kept].clone()
@@ -349,28 +337,16 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
     def nothing(rows):
         return None
 
-    for options, error, message in [
-        ({"advantage": imaginary}, TypeError, r"the result of advantage\(rows\) must be real"),
-        (
-            {"advantage": nothing},
-            TypeError,
-            r"the result of advantage\(rows\) must be a tensor or numbers",
-        ),
-        (
-            {"filters": imaginary},
-            TypeError,
-            r"the weights of filter .*imaginary.* must be real numbers, got torch.complex64",
-        ),
-        (
-            {"filters": nothing},
-            TypeError,
-            "the weights of filter .*nothing.* must be a tensor or numbers, got NoneType",
-        ),
-        ({"reward": imaginary}, TypeError, "the answer of reward source 'imaginary' must be real"),
-        ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
-        ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
+    for options, message in [
+        ({"advantage": imaginary}, r"the result of advantage\(rows\) must be real"),
+        ({"advantage": nothing}, r"the result of advantage\(rows\) must be a tensor or numbers"),
+        ({"filters": imaginary}, "the weights of filter .*imaginary.* must be real .*complex64"),
+        ({"filters": nothing}, "the weights of filter .*nothing.* must be a tensor .* NoneType"),
+        ({"reward": imaginary}, "the answer of reward source 'imaginary' must be real"),
+        ({"reward_transform": lambda r, m: r * 1j}, "reward_transform.* must be real"),
+        ({"reward_transform": lambda r, m: None}, "reward_transform.* must be a tensor"),
     ]:
-        refused(ExperienceMaker(model, **options), rows(), error, message)
+        refused(ExperienceMaker(model, **options), rows(), TypeError, message)
 
 
 def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
