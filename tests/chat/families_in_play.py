@@ -101,12 +101,7 @@ def play_episode(tokenizer, env, answers, stops=(), **collector):
     left = iter(answers)
     engine = ScriptedEngine(tokenizer, lambda prompt: next(left), stops)
     with MultiTurnCollector(
-        env,
-        engine,
-        episodes_per_batch=1,
-        total_episodes=1,
-        max_consecutive_failures=1,
-        **collector,
+        env, engine, episodes_per_batch=1, total_episodes=1, max_consecutive_failures=1, **collector
     ) as made:
         (batch,) = made
         return MergeTurns()(batch), engine.calls, made.stats()

@@ -10,12 +10,7 @@ from torch import nn
 
 from tests.adapters import lora, stirred
 from tests.tiers import some_fast
-from torchrl_mt.engines import (
-    TransformersEngine,
-    adapter_weights,
-    merged_weights,
-    save_adapter,
-)
+from torchrl_mt.engines import TransformersEngine, adapter_weights, merged_weights, save_adapter
 from torchrl_mt.engines.weights import fitting_weights
 from torchrl_mt.testing import tiny_chat_model
 

@@ -11,16 +11,7 @@ import pytest
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.transformers import generation
 
-from .helpers import (
-    assert_sampled_by,
-    endless,
-    generate_all,
-    held,
-    idle,
-    prompts,
-    started,
-    until,
-)
+from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, started, until
 
 
 def test_a_cancelled_request_gives_its_cache_back(tokenizer, model):

@@ -46,11 +46,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2ForCausalLM",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "qwen2-eager": (
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**GROUPED, "attn_implementation": "eager"},
-    ),
+    "qwen2-eager": ("Qwen2Config", "Qwen2ForCausalLM", {**GROUPED, "attn_implementation": "eager"}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", WIDE_HEADS),
     "qwen3-moe": (
         "Qwen3MoeConfig",

@@ -656,13 +656,7 @@ def test_methods_of_an_environment_work_on_each_copy():
         data = {**DATA, "apples": apples}
         env = copy.deepcopy(shop)
         out = steps(
-            env,
-            says("", call("buy", thing="apple")),
-            says("", call("left")),
-            says(
-                "",
-            ),
-            data=data,
+            env, says("", call("buy", thing="apple")), says("", call("left")), says(""), data=data
         )
         assert out[1].messages[0]["content"] == str(apples - 1)
         assert out[2].reward == apples - 1

@@ -212,8 +212,7 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
     with running(RewardServer()) as server:
         judge = RemoteReward(server.url, tokenizer, name="judge")
         maker = ExperienceMaker(
-            model,
-            reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]},
+            model, reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]}
         )
         shaped = maker(rows.clone())["rewards", "shaped"]
         (sent,) = server.seen

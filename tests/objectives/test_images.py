@@ -12,13 +12,7 @@ from torch import nn
 from tests.faulty_server import running
 from tests.objectives.conftest import make_model
 from tests.objectives.rewards.reward_server import RewardServer
-from tests.scoring.vision_rows import (
-    FAMILIES,
-    by_transformers,
-    entries,
-    rows_with_images,
-    vl_model,
-)
+from tests.scoring.vision_rows import FAMILIES, by_transformers, entries, rows_with_images, vl_model
 from tests.tiers import some_fast
 from torchrl_mt.bridges.lightrft import Experience
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, TextReward, ValueModel

@@ -37,8 +37,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
 @pytest.mark.parametrize(
-    ("dtype", "scale"),
-    pairs([torch.float64, torch.float32, torch.bfloat16], [1.0, 1e-3]),
+    ("dtype", "scale"), pairs([torch.float64, torch.float32, torch.bfloat16], [1.0, 1e-3])
 )
 def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale):
     model = build(family, scale, **options).to(dtype)
@@ -100,8 +99,7 @@ def unusual(kind):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["adapter", "hook", "parametrized", slow("compiled"), "other logits", "wrapped call"],
+    "kind", ["adapter", "hook", "parametrized", slow("compiled"), "other logits", "wrapped call"]
 )
 def test_models_with_other_output_layers_give_whole_logits(kind):
     model = unusual(kind)

@@ -9,11 +9,7 @@ from torch import nn
 from tests.scoring.helpers import attention_over_lengths, close, entries, tiny
 from torchrl_mt.scoring import packing_check
 from torchrl_mt.scoring.log_probs import row_log_probs
-from torchrl_mt.scoring.packing_check import (
-    check_packing,
-    packing_fault,
-    takes_lengths,
-)
+from torchrl_mt.scoring.packing_check import check_packing, packing_fault, takes_lengths
 from torchrl_mt.scoring.values import ValueModel
 
 TOKENS = torch.arange(24)
