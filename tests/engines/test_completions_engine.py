@@ -24,7 +24,7 @@ from tests.engines.helpers import ask, generate_all
 from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.chat.encoding import decode as decode_with
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.api import MalformedAnswerError, max_model_len, parse_answer
 from torchrl_mt.engines.completions.engine import CompletionsError
@@ -616,22 +616,6 @@ def sockets() -> int:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error::ResourceWarning")
-def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
-    gc.collect()
-    before = sockets()
-    engine = make()
-    for _ in range(3):
-        generate_all(engine, prompts(20))
-    # A loop has ended, the engine lives on. The server runs here too, and takes its time.
-    wait_until(lambda: sockets() <= before)
-    engine.close()
-    del engine
-    gc.collect()
-    wait_until(lambda: sockets() <= before)
-
-
 # Weights
 
 
@@ -776,41 +760,3 @@ def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, s
     wait_until(lambda: sockets() == before)
     wait_until(lambda: set(threading.enumerate()) <= threads)
     assert not engine._client._sessions
-
-
-def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make, tokenizer):
-    """Killed in the middle of a run, and later back at the same address."""
-    with running(CompletionsServer()) as first:
-        port = first.server_port
-        engine = make(f"http://127.0.0.1:{port}", max_retries=1, backoff=0.05)
-        collector = MultiTurnCollector(
-            GuessNumber(16, turns=2),
-            engine,
-            episodes_per_batch=8,
-            limits=Limits(max_turns=2, max_response_tokens=20),
-            max_consecutive_failures=100_000,
-        )
-        batches = iter(collector)
-        next(batches)
-        assert collector.stats()["rejected"] == 0
-    back = []
-
-    def restart():
-        wait_until(lambda: collector.stats()["rejected"] >= 10)
-        again = running(CompletionsServer(port))
-        back.append((again, again.__enter__()))
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    try:
-        batch = next(batches)  # may hold episodes that were over before
-        batch = next(batches)
-    finally:
-        thread.join(PATIENCE)
-        collector.shutdown()
-        for again, _ in back:
-            again.__exit__(None, None, None)
-    stats = collector.stats()
-    assert len(set(batch["collector", "traj_ids"].tolist())) == 8
-    assert stats["rejected"] == stats["rejected/CompletionsError"] >= 10
-    assert batch["next", "done"].sum() == 8

@@ -302,40 +302,6 @@ def test_a_request_may_have_its_own_stop_tokens(engine):
         assert answer.finish_reason == "length"
 
 
-extreme = st.one_of(
-    st.floats(),
-    st.floats(0, 1),
-    st.integers(),
-    st.integers(-(10**40), 10**40),
-    st.sampled_from([5e-324, 1e-46, 1e-38, 1e38, 10**30, True, "1", b"", [], {}, None]),
-)
-
-
-@few_or_many(6, 100)
-def test_no_parameters_of_one_request_change_the_tokens_of_another(model, tokenizer, examples):
-    engine = TransformersEngine(model, tokenizer, max_new_tokens=12)
-    alone = [generate_all(engine, [p], seed=k)[0] for k, p in enumerate(prompts(3))]
-    names = st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed", "stop"])
-    strange = st.lists(st.dictionaries(names, extreme, min_size=1), min_size=1, max_size=4)
-
-    async def run(requests):
-        strangers = [asyncio.ensure_future(engine.generate([5, 6], **asked)) for asked in requests]
-        answers = await asyncio.gather(
-            *(engine.generate(p, seed=k) for k, p in enumerate(prompts(3)))
-        )
-        return answers, await asyncio.gather(*strangers, return_exceptions=True)
-
-    def promise(requests):
-        answers, outcomes = asyncio.run(run(requests))
-        assert [a.token_ids for a in answers] == [a.token_ids for a in alone]
-        for asked, outcome in zip(requests, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                assert isinstance(outcome, (TypeError, ValueError))
-                assert str(outcome).split()[0] in asked
-
-    check(promise, examples, requests=strange)
-
-
 @pytest.mark.parametrize("how", ["raises", "no numbers"])
 def test_a_row_that_cannot_be_drawn_for_fails_alone(model, tokenizer, monkeypatch, how):
     engine = TransformersEngine(model, tokenizer, max_new_tokens=8)

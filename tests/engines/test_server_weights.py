@@ -24,11 +24,9 @@ from tests.engines.sampling_servers import (
 )
 from tests.engines.test_servers import conversation
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
 from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
-from torchrl_mt.envs import GuessNumber
 
 pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
@@ -442,28 +440,6 @@ def _disturbed(engine, servers, rng, *, exact):
 
 
 # Collectors
-
-
-def test_a_collector_updates_servers(make, servers):
-    engine = make()
-    with MultiTurnCollector(
-        GuessNumber(16, turns=3),
-        engine,
-        episodes_per_batch=8,
-        limits=Limits(max_turns=3, max_response_tokens=20),
-    ) as collector:
-        batches = iter(collector)
-        for version in range(3):
-            if version:
-                collector.update_policy_weights_(weights(version))
-            batch = next(batches)
-            for turn in batch.unbind(0):
-                true = [version_of(value) for value in turn["log_probs", "response"].tolist()]
-                stamps = turn["versions", "response"].tolist()
-                assert all(a <= b for a, b in zip(stamps, true, strict=True))
-        assert version in stamps
-    assert collector.stats()["rejected"] == 0
-    assert collector.stats()["weights/push_seconds"] > 0
 
 
 # LoRA

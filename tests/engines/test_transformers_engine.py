@@ -17,11 +17,9 @@ from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
 
 from .helpers import (
-    assert_all_sampled_by,
     changed_copy,
     endless,
     generate_all,
-    held,
     idle,
     prompts,
     sampled,
@@ -59,47 +57,6 @@ def test_an_answer_that_waits_to_be_read_keeps_its_version(tokenizer, model):
         return await asyncio.gather(*tasks)
 
     assert {v for answer in asyncio.run(run()) for v in answer.versions} == {0}
-
-
-def test_a_request_that_waits_to_be_scheduled_gets_the_new_version(tokenizer, model):
-    engine = TransformersEngine(model, tokenizer, share_weights=False)
-    generate_all(engine, prompts(1))
-    changed = changed_copy(model)
-    requests = prompts(5)
-
-    async def run():
-        with held(engine) as let_go:
-            tasks = started(engine, requests, max_new_tokens=4)
-            await until(lambda: engine.stats()["waiting"] == 5)
-            update = asyncio.create_task(asyncio.to_thread(engine.update_weights, changed))
-            let_go()
-        await update
-        return await asyncio.gather(*tasks)
-
-    # The update came before the first step, or after some; in either case the stamps are right.
-    assert_all_sampled_by([model, changed], requests, asyncio.run(run()))
-
-
-@pytest.mark.parametrize("how", [pytest.param("update", marks=pytest.mark.slow), "cancel"])
-def test_a_full_cache_is_no_dead_end(tokenizer, model, how):
-    engine = endless(model, tokenizer, cache_tokens=512, share_weights=False)
-    changed = changed_copy(model)
-    requests = prompts(16, length=20)
-
-    async def run():
-        tasks = started(engine, requests, max_new_tokens=100)
-        await until(lambda: engine.stats()["running"] and engine.stats()["waiting"])
-        if how == "update":
-            engine.update_weights(changed)
-        else:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            tasks = started(engine, requests[:1])
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(run())
-    assert_all_sampled_by([model, changed], requests[: len(answers)], answers)
 
 
 def test_weights_are_taken_in_every_form_that_has_them(tokenizer):
