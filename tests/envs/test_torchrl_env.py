@@ -173,13 +173,6 @@ def test_tools_and_rewards_of_a_whole_episode(adapter):
         env.step("again")
 
 
-def test_a_wrong_answer_ends_the_episode_with_the_rewards_of_the_environment(adapter):
-    env = adapter(tutor)
-    env.reset(ITEMS[3])
-    step = env.step("<answer>5</answer>")
-    assert (step.reward, step.terminated) == (pytest.approx(0.1), True)
-
-
 def test_a_step_limit_truncates(adapter):
     env = adapter(lambda: tutor().append_transform(StepCounter(2)))
     env.reset(ITEMS[0])
