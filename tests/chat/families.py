@@ -44,353 +44,177 @@ class Family(Shape):
     """The token that ends an answer that calls, if it is another."""
 
 
-_IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+THINKS = {"stable": False, "thinks": True}
+OPENS = {**THINKS, "opens": True}
 
 
-def im(name, template, **fields):
+def family(name, file, stop, special, say=None, eos=None, **fields):
+    """A family whose template is in a file; an answer's end is the end of sequence by default."""
+    said = {} if say is None else {"say": say}
+    return Family(name, template_of(file), stop, eos or stop, special=special, **said, **fields)
+
+
+def im(name, file, say, **fields):
     """A family whose turns stand between ``<|im_start|>`` and ``<|im_end|>``."""
-    return Family(name, template, stop=_IM[1], eos=_IM[1], special=_IM, **fields)
+    special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    return family(name, file, "<|im_end|>", special, say, **fields)
 
 
-QWEN25 = im(
-    "Qwen2.5",
-    template_of("qwen25"),
-    say=hermes,
-)
+def opened_xml(message):
+    return xml(message, opened)
 
 
-QWEN3 = im(
-    "Qwen3",
-    template_of("qwen3"),
-    say=hermes,
-    stable=False,
-    thinks=True,
-)
+def opened_list(message):
+    say = marked_list("<TOOLCALL>", "</TOOLCALL>")
+    return opened(message) + say({**message, "reasoning_content": None})
 
+
+QWEN25 = im("Qwen2.5", "qwen25", hermes)
+QWEN3 = im("Qwen3", "qwen3", hermes, **THINKS)
 QWEN3_THINKING = im(
-    "Qwen3 Thinking 2507",
-    template_of("qwen3_thinking"),
-    say=lambda message: hermes(message, opened),
-    stable=False,
-    thinks=True,
-    opens=True,
+    "Qwen3 Thinking 2507", "qwen3_thinking", lambda message: hermes(message, opened), **OPENS
 )
-
-
-QWEN3_CODER = im(
-    "Qwen3-Coder",
-    template_of("qwen3_coder"),
-    say=xml,
-)
-
-QWEN35 = im(
-    "Qwen3.5",
-    template_of("qwen35"),
-    say=lambda message: xml(message, opened),
-    stable=False,
-    thinks=True,
-    opens=True,
-)
-QWEN36 = im(
-    "Qwen3.6",
-    template_of("qwen36"),
-    say=lambda message: xml(message, opened),
-    stable=False,
-    thinks=True,
-    opens=True,
-)
-
-NEMOTRON3 = im(
-    "Nemotron 3 Nano",
-    template_of("nemotron3"),
-    say=lambda message: xml(message, opened),
-    stable=False,
-    thinks=True,
-    opens=True,
-)
-
-_GLM_SPECIAL = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-GLM45 = Family(
-    "GLM-4.5",
-    template_of("glm45"),
-    stop="<|user|>",
-    eos="<|endoftext|>",
-    special=_GLM_SPECIAL,
-    say=glm,
-    call_stop="<|observation|>",
-    stable=False,
-    thinks=True,
-)
-GLM47 = Family(
-    "GLM-4.7",
-    template_of("glm47"),
-    stop="<|user|>",
-    eos="<|endoftext|>",
-    special=_GLM_SPECIAL,
-    say=glm,
-    call_stop="<|observation|>",
-    stable=False,
+QWEN3_CODER = im("Qwen3-Coder", "qwen3_coder", xml)
+QWEN35 = im("Qwen3.5", "qwen35", opened_xml, **OPENS)
+QWEN36 = im("Qwen3.6", "qwen36", opened_xml, **OPENS)
+NEMOTRON3 = im("Nemotron 3 Nano", "nemotron3", opened_xml, **OPENS)
+NEMOTRON2 = im("Nemotron Nano 2", "nemotron2", opened_list, **OPENS)
+LFM2 = im(
+    *(
+        "LFM2.5",
+        "lfm2",
+        lambda message: python(message, "<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
     thinks=True,
 )
 
-GPT_OSS = Family(
-    "gpt-oss",
-    template_of("gpt_oss"),
-    stop="<|return|>",
-    eos="<|return|>",
-    special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
-    say=harmony,
+_GLM = {
+    "stop": "<|user|>",
+    "eos": "<|endoftext|>",
+    "special": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "call_stop": "<|observation|>",
+}
+GLM45 = family("GLM-4.5", "glm45", say=glm, **_GLM, **THINKS)
+GLM47 = family("GLM-4.7", "glm47", say=glm, **_GLM, **THINKS)
+
+GPT_OSS = family(
+    *("gpt-oss", "gpt_oss", "<|return|>"),
+    ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+    harmony,
+    **THINKS,
     several=False,
     says_and_calls=False,
     call_stop="<|call|>",
-    stable=False,
-    thinks=True,
 )
 
-_DEEPSEEK_SPECIAL = (
-    *(
-        "<｜User｜>",
-        "<｜Assistant｜>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁sep｜>",
-    ),
-    *(
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁output▁begin｜>",
-        "<｜tool▁output▁end｜>",
-    ),
-    *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
-)
 _DEEPSEEK = {
     "stop": "<｜end▁of▁sentence｜>",
-    "eos": "<｜end▁of▁sentence｜>",
     "bos": "<｜begin▁of▁sentence｜>",
-    "special": _DEEPSEEK_SPECIAL,
+    "special": (
+        *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        *("<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+    ),
 }
-DEEPSEEK_R1 = Family(
-    "DeepSeek-R1",
-    template_of("deepseek_r1"),
-    say=deepseek_fenced,
-    stable=False,
-    thinks=True,
-    opens=True,
-    **_DEEPSEEK,
-)
-DEEPSEEK_V3 = Family(
-    "DeepSeek-V3",
-    template_of("deepseek_v3"),
-    say=deepseek_fenced,
-    stable=False,
-    **_DEEPSEEK,
-)
-DEEPSEEK_V31 = Family(
-    "DeepSeek-V3.1",
-    template_of("deepseek_v31"),
-    say=deepseek_plain,
-    **_DEEPSEEK,
-)
-DEEPSEEK_V32 = Family(
-    "DeepSeek-V3.2",
-    template_of("deepseek_v32"),
-    say=dsml,
-    stable=False,
-    thinks=True,
-    opens=True,
-    **_DEEPSEEK,
-)
+DEEPSEEK_R1 = family("DeepSeek-R1", "deepseek_r1", say=deepseek_fenced, **_DEEPSEEK, **OPENS)
+DEEPSEEK_V3 = family("DeepSeek-V3", "deepseek_v3", say=deepseek_fenced, **_DEEPSEEK, stable=False)
+DEEPSEEK_V31 = family("DeepSeek-V3.1", "deepseek_v31", say=deepseek_plain, **_DEEPSEEK)
+DEEPSEEK_V32 = family("DeepSeek-V3.2", "deepseek_v32", say=dsml, **_DEEPSEEK, **OPENS)
 
-_KIMI_SPECIAL = (
-    *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_call_end|>"),
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-    "<|tool_call_argument_begin|>",
-)
-KIMI_K2 = Family(
-    "Kimi K2",
-    template_of("kimi_k2"),
-    stop="<|im_end|>",
-    eos="<|im_end|>",
-    special=_KIMI_SPECIAL,
-    say=kimi,
-)
-KIMI_K2_THINKING = Family(
-    "Kimi K2 Thinking",
-    template_of("kimi_k2_thinking"),
-    stop="<|im_end|>",
-    eos="<|im_end|>",
-    special=_KIMI_SPECIAL,
-    say=kimi,
-    stable=False,
-    thinks=True,
-)
+_KIMI = {
+    "stop": "<|im_end|>",
+    "special": (
+        *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        *("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    ),
+}
+KIMI_K2 = family("Kimi K2", "kimi_k2", say=kimi, **_KIMI)
+KIMI_K2_THINKING = family("Kimi K2 Thinking", "kimi_k2_thinking", say=kimi, **_KIMI, **THINKS)
 
-MINIMAX_M2 = Family(
-    "MiniMax-M2",
-    template_of("minimax_m2"),
-    stop="[e~[",
-    eos="[e~[",
-    special=("]~!b[", "]~b]"),
-    say=minimax,
-    stable=False,
-    thinks=True,
-    opens=True,
-)
+MINIMAX_M2 = family("MiniMax-M2", "minimax_m2", "[e~[", ("]~!b[", "]~b]"), minimax, **OPENS)
 
-_MISTRAL_SPECIAL = (
+_MISTRAL = (
     *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
 )
-MISTRAL = Family(
-    "Mistral Small 3.1",
-    template_of("mistral"),
-    stop="</s>",
-    eos="</s>",
+MISTRAL = family(
+    *("Mistral Small 3.1", "mistral", "</s>", _MISTRAL[:7], mistral_list),
     bos="<s>",
-    special=_MISTRAL_SPECIAL[:7],
-    say=mistral_list,
     says_and_calls=False,
 )
-MAGISTRAL = Family(
-    "Magistral 1.2",
-    template_of("magistral"),
-    stop="</s>",
-    eos="</s>",
-    bos="<s>",
-    special=_MISTRAL_SPECIAL,
-    say=mistral_args,
-    thinks=True,
+MAGISTRAL = family(
+    "Magistral 1.2", "magistral", "</s>", _MISTRAL, mistral_args, bos="<s>", thinks=True
 )
 
-COHERE = Family(
-    "Command R7B",
-    template_of("cohere"),
-    stop="<|END_OF_TURN_TOKEN|>",
-    eos="<|END_OF_TURN_TOKEN|>",
-    bos="<BOS_TOKEN>",
-    special=(
+COHERE = family(
+    *("Command R7B", "cohere", "<|END_OF_TURN_TOKEN|>"),
+    (
         *("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
         *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
         *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
     ),
-    say=cohere,
+    cohere,
+    bos="<BOS_TOKEN>",
     says_and_calls=False,
     thinks=True,
 )
 
-GEMMA3 = Family(
-    "Gemma 3",
-    template_of("gemma3"),
-    stop="<end_of_turn>",
-    eos="<eos>",
-    bos="<bos>",
-    special=("<start_of_turn>", "<end_of_turn>"),
+_GEMMA = {"eos": "<eos>", "bos": "<bos>"}
+GEMMA3 = family(
+    *("Gemma 3", "gemma3", "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
+    **_GEMMA,
     calls=False,
 )
-
-GEMMA4 = Family(
-    "Gemma 4",
-    template_of("gemma4"),
-    stop="<turn|>",
-    eos="<eos>",
-    bos="<bos>",
-    special=(
+_GEMMA4 = {
+    "stop": "<turn|>",
+    "special": (
         *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
         *("<|tool_response>", "<tool_response|>", '<|"|>', "<|think|>"),
     ),
+    "call_stop": "<|tool_response>",
+}
+GEMMA4 = family("Gemma 4", "gemma4", say=gemma, **_GEMMA, **_GEMMA4, **THINKS)
+GEMMA4_PLAIN = family(
+    *("Gemma 4, results before contents", "gemma4_plain"),
     say=gemma,
-    call_stop="<|tool_response>",
-    stable=False,
-    thinks=True,
-)
-
-GEMMA4_PLAIN = Family(
-    "Gemma 4, results before contents",
-    template_of("gemma4_plain"),
-    stop="<turn|>",
-    eos="<eos>",
-    bos="<bos>",
-    special=GEMMA4.special,
-    say=gemma,
-    call_stop="<|tool_response>",
+    **_GEMMA,
+    **_GEMMA4,
     stable=False,
 )
 """It writes what is said beside a call after the call's result."""
 
-_LLAMA = {
-    "stop": "<|eot_id|>",
-    "eos": "<|eot_id|>",
-    "bos": "<|begin_of_text|>",
-    "special": ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
-}
-LLAMA31 = Family(
-    "Llama 3.1",
-    template_of("llama31"),
-    say=llama_json,
+LLAMA31 = family(
+    *("Llama 3.1", "llama31", "<|eot_id|>"),
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
+    llama_json,
+    bos="<|begin_of_text|>",
     several=False,
     says_and_calls=False,
-    **_LLAMA,
 )
-LLAMA4 = Family(
-    "Llama 4",
-    template_of("llama4"),
-    stop="<|eot|>",
-    eos="<|eot|>",
+LLAMA4 = family(
+    *("Llama 4", "llama4", "<|eot|>"),
+    ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>"),
+    python,
     bos="<|begin_of_text|>",
-    special=("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>"),
-    say=python,
     says_and_calls=False,
 )
 
-PHI4_MINI = Family(
-    "Phi-4-mini",
-    template_of("phi4_mini"),
-    stop="<|end|>",
+PHI4_MINI = family(
+    *("Phi-4-mini", "phi4_mini", "<|end|>"),
+    ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool_call|>", "<|/tool_call|>"),
+    marked_list("<|tool_call|>", "<|/tool_call|>"),
     eos="<|endoftext|>",
-    special=(
-        "<|end|>",
-        "<|system|>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|tool_call|>",
-        "<|/tool_call|>",
-    ),
-    say=marked_list("<|tool_call|>", "<|/tool_call|>"),
 )
-GRANITE = Family(
-    "Granite 3.3",
-    template_of("granite"),
-    stop="<|end_of_text|>",
-    eos="<|end_of_text|>",
-    special=("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
-    say=marked_list("<|tool_call|>"),
+GRANITE = family(
+    *("Granite 3.3", "granite", "<|end_of_text|>"),
+    ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+    marked_list("<|tool_call|>"),
 )
-NEMOTRON2 = im(
-    "Nemotron Nano 2",
-    template_of("nemotron2"),
-    say=lambda message: (
-        marked_list("<TOOLCALL>", "</TOOLCALL>")({**message, "reasoning_content": None})
-        if message.get("reasoning_content") is None
-        else opened(message)
-        + marked_list("<TOOLCALL>", "</TOOLCALL>")({**message, "reasoning_content": None})
-    ),
-    stable=False,
-    thinks=True,
-    opens=True,
-)
-LFM2 = im(
-    "LFM2.5",
-    template_of("lfm2"),
-    say=lambda message: python(message, "<|tool_call_start|>", "<|tool_call_end|>"),
-    thinks=True,
-)
-SEED = Family(
-    "Seed-OSS",
-    template_of("seed"),
-    stop="<seed:eos>",
-    eos="<seed:eos>",
-    special=("<seed:bos>",),
-    say=lambda message: xml(
+SEED = family(
+    *("Seed-OSS", "seed", "<seed:eos>", ("<seed:bos>",)),
+    lambda message: xml(
         message, lambda m: thoughts(m, "<seed:think>", "</seed:think>"), "seed:tool_call"
     ),
     thinks=True,

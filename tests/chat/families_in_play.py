@@ -27,6 +27,12 @@ def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def result_of(call, content):
+    """A tool's answer to a call."""
+    named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+    return {"role": "tool", "content": content, **named}
+
+
 def kinds(family):
     """A message of each kind that the family has, and what follows it."""
     found = {"plain": {"content": "It is 8."}}

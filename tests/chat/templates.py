@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -77,122 +78,57 @@ def sentence_piece(prepend_scheme: str = "first") -> PreTrainedTokenizerFast:
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     backend = Tokenizer(
         models.BPE(
-            {word: k for k, word in enumerate(words)},
-            [tuple(pair) for pair in model["merges"]],
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
+            *({word: k for k, word in enumerate(words)}, [tuple(pair) for pair in model["merges"]]),
+            **{"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True},
         )
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", clean_up_tokenization_spaces=False
     )
 
 
-CHATML = Shape(
-    name="chatml",
-    template=template_of("shape_chatml"),
-    stop="<|im_end|>",
-    eos="<|im_end|>",
-    special=("<|im_start|>", "<|endoftext|>"),
-)
+def shape(name: str, file: str, stop: str, eos: str | None = None, **fields: Any) -> Shape:
+    """A shape whose template is in a file; an answer's end is the end of sequence by default."""
+    return Shape(name, template_of(f"shape_{file}"), stop, eos or stop, **fields)
 
-LLAMA3 = Shape(
-    name="llama3",
-    template=template_of("shape_llama3"),
-    stop="<|eot_id|>",
-    eos="<|end_of_text|>",
+
+_IM = {"special": ("<|im_start|>", "<|endoftext|>")}
+_THINKS = {"stable": False, "thinks": True}
+CHATML = shape("chatml", "chatml", "<|im_end|>", **_IM)
+LLAMA3 = shape(
+    *("llama3", "llama3", "<|eot_id|>", "<|end_of_text|>"),
     bos="<|begin_of_text|>",
     special=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 )
-
-MISTRAL = Shape(
-    name="mistral",
-    template=template_of("shape_mistral"),
-    stop="</s>",
-    eos="</s>",
-    bos="<s>",
-    system=False,
-)
-
-MISTRAL_SYSTEM_LAST = Shape(
-    name="mistral with the system's message before the last user's",
-    template=template_of("shape_mistral_system_last"),
-    stop="</s>",
-    eos="</s>",
+MISTRAL = shape("mistral", "mistral", "</s>", bos="<s>", system=False)
+MISTRAL_SYSTEM_LAST = shape(
+    *("mistral with the system's message before the last user's", "mistral_system_last", "</s>"),
     bos="<s>",
     special=("[INST]", "[/INST]"),
     stable=False,
 )
-
-GEMMA = Shape(
-    name="gemma",
-    template=template_of("shape_gemma"),
-    stop="<end_of_turn>",
-    eos="<eos>",
+GEMMA = shape(
+    *("gemma", "gemma", "<end_of_turn>", "<eos>"),
     bos="<bos>",
     special=("<start_of_turn>", "<end_of_turn>"),
     system=False,
 )
-
-
-QWEN3 = Shape(
-    name="qwen3",
-    template=template_of("shape_qwen3"),
-    stop="<|im_end|>",
-    eos="<|im_end|>",
-    special=("<|im_start|>", "<|endoftext|>"),
-    stable=False,
-    thinks=True,
+QWEN3 = shape("qwen3", "qwen3", "<|im_end|>", **_IM, **_THINKS)
+QWEN3_OPENS = shape(
+    *("qwen3 that opens the thinking", "qwen3_opens", "<|im_end|>"), **_IM, **_THINKS, opens=True
 )
-
-QWEN3_OPENS = Shape(
-    name="qwen3 that opens the thinking",
-    template=template_of("shape_qwen3_opens"),
-    stop="<|im_end|>",
-    eos="<|im_end|>",
-    special=("<|im_start|>", "<|endoftext|>"),
-    stable=False,
-    thinks=True,
-    opens=True,
-)
-
-DEEPSEEK_R1 = Shape(
-    name="deepseek-r1",
-    template=template_of("shape_deepseek_r1"),
-    stop="<|end_of_sentence|>",
-    eos="<|end_of_sentence|>",
+DEEPSEEK_R1 = shape(
+    *("deepseek-r1", "deepseek_r1", "<|end_of_sentence|>"),
+    **_THINKS,
     bos="<|begin_of_sentence|>",
     special=("<|User|>", "<|Assistant|>"),
-    stable=False,
-    thinks=True,
     opens=True,
 )
-
-ROUNDS = Shape(
-    name="numbered rounds",
-    template=template_of("shape_rounds"),
-    stop="<|end|>",
-    eos="<|end|>",
-    stable=False,
-)
-
-PLAIN = Shape(
-    name="plain words",
-    template=template_of("shape_plain"),
-    stop="</s>",
-    eos="</s>",
-)
-
+ROUNDS = shape("numbered rounds", "rounds", "<|end|>", stable=False)
+PLAIN = shape("plain words", "plain", "</s>")
 SHAPES = [
     *(CHATML, LLAMA3, MISTRAL, MISTRAL_SYSTEM_LAST, GEMMA),
     *(QWEN3, QWEN3_OPENS, DEEPSEEK_R1, ROUNDS),

@@ -66,79 +66,6 @@ def as_template(tokenizer, template, *special):
     return other
 
 
-def chatml(tokenizer):
-    """Qwen's shape: the end of a turn is the end of sequence, and a token follows it."""
-    return as_template(
-        tokenizer,
-        "{% for m in messages %}<start> {{ m['role'] }} {{ m['content'] }}<end> <nl>{% endfor %}"
-        "{% if add_generation_prompt %}<start> assistant{% endif %}",
-        "<start>",
-        "<nl>",
-    )
-
-
-def llama3(tokenizer):
-    """A document starts with a token of its own; nothing follows the end of a turn."""
-    return as_template(
-        tokenizer,
-        "<begin>{% for m in messages %}<header> {{ m['role'] }} </header> {{ m['content'] }}<eot>"
-        "{% endfor %}{% if add_generation_prompt %}<header> assistant </header>{% endif %}",
-        *("<begin>", "<header>", "</header>", "<eot>"),
-    )
-
-
-def gemma(tokenizer):
-    """The end of a turn is not the tokenizer's end of sequence."""
-    return as_template(
-        tokenizer,
-        "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} </turn> <nl>{% endfor %}"
-        "{% if add_generation_prompt %}<turn> assistant{% endif %}",
-        *("<turn>", "</turn>", "<nl>"),
-    )
-
-
-def metaspace(tokenizer):
-    """Llama 2's shape: a text begins with a space that its middle does not have."""
-    words = [
-        *("<pad>", "</s>", "\n", "▁\n", "U:", "A:", "▁U:", "▁A:"),
-        *("▁guess", "▁8", "▁higher"),
-    ]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Metaspace(prepend_scheme="first")]
-    )
-    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
-    other.chat_template = (
-        "{% for m in messages %}{{ 'U:' if m['role'] == 'user' else 'A:' }} {{ m['content'] }}\n</s>"
-        "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    )
-    return other
-
-
-SHAPES = [
-    (lambda tokenizer: tokenizer, "<end>"),
-    (chatml, "<end>"),
-    (llama3, "<eot>"),
-    (gemma, "</turn>"),
-    (metaspace, "</s>"),
-]
-
-
-@pytest.mark.parametrize(("shape", "end"), SHAPES)
-def test_pieces_add_up_to_the_rendered_conversation(tokenizer, shape, end):
-    tokenizer = shape(tokenizer)
-    chat = ChatTokens(tokenizer)
-    talk = [user("guess"), said("8"), user("higher"), said("8"), user("guess")]
-    whole, hint = render(tokenizer, talk), tokenizer.convert_tokens_to_ids(end)
-    # What a model would sample is whatever the template's tokens hold between opening and end.
-    pieces = chat.open(talk[:1])
-    for k in (2, 4):
-        stop = whole.index(hint, len(pieces)) + 1
-        pieces += whole[len(pieces) : stop]
-        pieces += chat.extend([talk[k]], last_token=hint)
-        assert pieces == render(tokenizer, talk[: k + 1])
-
-
 def render(tokenizer, messages):
     """Tokens of a whole conversation at once."""
     return tokenizer.apply_chat_template(
@@ -146,28 +73,20 @@ def render(tokenizer, messages):
     )
 
 
-@pytest.mark.parametrize("shape", [shape for shape, _ in SHAPES])
-def test_an_answer_that_was_cut_is_closed(tokenizer, shape):
-    tokenizer = shape(tokenizer)
-    chat = ChatTokens(tokenizer)
-    whole = render(tokenizer, [user("guess"), said("8"), user("higher")])
-    pieces = chat.open([user("guess")])
-    pieces += whole[len(pieces) : len(pieces) + 1]  # the one token of "8"
-    assert pieces + chat.extend([user("higher")], last_token=None) == whole
-
-
-def test_an_answer_that_ended_by_a_token_that_the_template_does_not_write_is_closed(tokenizer):
-    tokenizer = gemma(tokenizer)
-    chat = ChatTokens(tokenizer)
-    cut = chat.extend([user("higher")], last_token=None)
-    assert chat.extend([user("higher")], last_token=tokenizer.eos_token_id) == cut
-
-
-def test_a_stop_token_within_the_messages_is_no_end_of_the_answer(tokenizer):
-    chat = ChatTokens(tokenizer)
-    sampled = tokenizer.convert_tokens_to_ids("<user>")
-    cut = chat.extend([user("higher")], last_token=None)
-    assert chat.extend([user("higher")], last_token=sampled) == cut
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [
+        (GEMMA, "<eos>"),  # the tokenizer's end of sequence, which the template does not write
+        (LLAMA3, "<|end_of_text|>"),
+        (CHATML, "\n"),  # behind the end of the turn
+        (LLAMA3, "<|start_header_id|>"),  # within the messages
+    ],
+)
+def test_only_the_end_of_the_turn_stands_for_itself(shape, last):
+    talk = Talk(shape, user("guess"))
+    (token,) = talk.ids(last)
+    cut = talk.chat.extend([user("higher")], last_token=None)
+    assert talk.chat.extend([user("higher")], last_token=token) == cut
 
 
 def test_an_end_of_turn_that_did_not_end_the_answer_is_not_written_twice():
@@ -219,36 +138,28 @@ def test_structured_messages_are_rendered_too(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("template", "eos", "message"),
+    ("template", "eos", "policy", "message"),
     [
-        (None, "<end>", "must have a chat template, got none"),
-        ("{{ messages[-1]['content'] }}", None, "must have an end-of-turn token"),
-        ("{{ messages | length }}", "<end>", "must write the assistant's content as it is"),
+        (None, "<end>", "fork", "must have a chat template, got none"),
+        ("{{ messages[-1]['content'] }}", None, "fork", "must have an end-of-turn token"),
+        ("{{ messages | length }}", "<end>", "fork", "must write the assistant's content as it is"),
+        ("{{ messages }}", "<end>", "retry", r"on_break must be one of .* got 'retry'"),
     ],
 )
-def test_unusable_tokenizers_are_refused(tokenizer, template, eos, message):
+def test_unusable_tokenizers_and_policies_are_refused(tokenizer, template, eos, policy, message):
     broken = copy.deepcopy(tokenizer)
-    broken.chat_template = template
-    broken.eos_token = eos
+    broken.chat_template, broken.eos_token = template, eos
     with pytest.raises(ValueError, match=message):
-        ChatTokens(broken)
-
-
-def test_an_unknown_policy_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"on_break must be one of .* got 'retry'"):
-        ChatTokens(tokenizer, on_break="retry")
+        ChatTokens(broken, on_break=policy)
 
 
 @pytest.mark.parametrize("roles", [[], ["assistant"], ["user"], ["user", "assistant", "user"]])
 def test_a_dialogue_that_does_not_end_with_an_answer_is_refused(tokenizer, roles):
-    messages = [{"role": role, "content": "guess"} for role in roles]
+    messages, chat = [{"role": role, "content": "guess"} for role in roles], ChatTokens(tokenizer)
     with pytest.raises(ValueError, match=r"messages must hold the dialogue up to the response"):
-        ChatTokens(tokenizer).next_prompt(messages, [], [1], [2], last_token=None)
-
-
-def test_an_empty_opening_is_refused(tokenizer):
+        chat.next_prompt(messages, [], [1], [2], last_token=None)
     with pytest.raises(ValueError, match="at least one message"):
-        ChatTokens(tokenizer).open([])
+        chat.open([])
 
 
 STABLE = [shape for shape in REAL_SHAPES if shape.stable]
@@ -329,23 +240,6 @@ def test_llama3_token_by_token(cut):
         *("<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n", "8", "<|eot_id|>"),
         *turn("user", "higher"),
         *("<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n"),
-    )
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_mistral_token_by_token(cut):
-    talk = Talk(MISTRAL, user("guess"))
-    assert talk.turn(" 8", user("higher"), cut=cut) == talk.ids(
-        "<s>", "[INST] guess [/INST]", " 8", "</s>", "[INST] higher [/INST]"
-    )
-
-
-def test_gemma_token_by_token():
-    turn = ("<start_of_turn>", "<end_of_turn>")
-    talk = Talk(GEMMA, user("guess"))
-    assert talk.turn("8", user("higher")) == talk.ids(
-        *("<bos>", turn[0], "user\nguess", turn[1], "\n", turn[0], "model\n", "8", turn[1], "\n"),
-        *(turn[0], "user\nhigher", turn[1], "\n", turn[0], "model\n"),
     )
 
 
@@ -462,19 +356,17 @@ REWRITING = {
 }
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}" + turn + "{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-        for turn in (TURN, *REWRITING.values())
-    ],
-    ids=["stable", *REWRITING],
-)
-def test_templates_that_rewrite_are_seen_through(tokenizer, template, request):
+def turns(turn):
+    """A template that writes each message so."""
+    asked = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    return "{% for m in messages %}" + turn + "{% endfor %}" + asked
+
+
+@pytest.mark.parametrize("turn", [TURN, *REWRITING.values()], ids=["stable", *REWRITING])
+def test_templates_that_rewrite_are_seen_through(tokenizer, turn):
     rewriting = copy.deepcopy(tokenizer)
-    rewriting.chat_template = template
-    assert ChatTokens(rewriting).stable == (request.node.callspec.id == "stable")
+    rewriting.chat_template = turns(turn)
+    assert ChatTokens(rewriting).stable == (turn == TURN)
 
 
 @pytest.mark.parametrize(
@@ -489,16 +381,8 @@ def test_templates_that_rewrite_are_seen_through(tokenizer, template, request):
 )
 def test_a_separator_that_the_last_message_lacks(tokenizer, rewrites, forked):
     turn = TURN.replace("<end>", "{{ '<sep>' if " + rewrites + " else '<end>' }}")
-    rewriting = as_template(
-        tokenizer,
-        "{% for m in messages %}" + turn + "{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
-        "<sep>",
-    )
-    prompt, answer = (
-        rewriting.convert_tokens_to_ids(words.split())
-        for words in ("<user> guess <end> <assistant>", "8 <end>")
-    )
+    rewriting = as_template(tokenizer, turns(turn), "<sep>")
+    prompt, answer = rewriting(["<user> guess <end> <assistant>", "8 <end>"])["input_ids"]
     dialogue, hint = [user("guess"), said("8")], [user("higher")]
     appended = "<user> guess <end> <assistant> 8 <end> <sep> <user> higher <end> <assistant>"
     for policy, words in {"fork": forked, "append": appended}.items():
@@ -508,21 +392,15 @@ def test_a_separator_that_the_last_message_lacks(tokenizer, rewrites, forked):
 
 
 def test_a_message_that_is_rewritten_at_the_same_length_forks(tokenizer):
-    marking = as_template(
-        tokenizer,
-        "{% for m in messages %}{% if m['role'] == 'user' %}"
-        "{{ 'higher ' if loop.last else 'lower  ' }}{% endif %}" + TURN + "{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
-    )
-    chat = ChatTokens(marking)
-    dialogue, words = [user("guess")], "higher <user> guess <end> <assistant>"
+    mark = "{% if m['role'] == 'user' %}{{ 'higher ' if loop.last else 'lower  ' }}{% endif %}"
+    marking = as_template(tokenizer, turns(mark + TURN))
+    chat, dialogue = ChatTokens(marking), [user("guess")]
     prompt, answer = chat.open(dialogue), marking("8 <end>")["input_ids"]
-    assert prompt == marking.convert_tokens_to_ids(words.split())
-    after = chat.next_prompt(
-        *([*dialogue, said("8")], [user("9")], prompt, answer), last_token=answer[-1]
-    )
+    assert prompt == marking("higher <user> guess <end> <assistant>")["input_ids"]
+    dialogue.append(said("8"))
+    after = chat.next_prompt(dialogue, [user("9")], prompt, answer, last_token=answer[-1])
     words = "lower <user> guess <end> <assistant> 8 <end> higher <user> 9 <end> <assistant>"
-    assert after == marking.convert_tokens_to_ids(words.split())
+    assert after == marking(words)["input_ids"]
 
 
 def test_thinking_that_is_opened_and_kept_is_stable():
@@ -559,11 +437,7 @@ def test_the_end_of_the_document_is_no_end_of_an_answer(tokenizer):
 
 def test_a_turn_that_is_ended_by_the_beginning_of_the_next(tokenizer):
     """GLM 4's shape: a model stops where it would have the user speak."""
-    open_ended = as_template(
-        tokenizer,
-        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
-    )
+    open_ended = as_template(tokenizer, turns("<{{ m['role'] }}> {{ m['content'] }} "))
     chat = ChatTokens(open_ended)
     assert chat.stable
     first, *rest = whole = open_ended.convert_tokens_to_ids(["<user>", "higher", "<assistant>"])
@@ -575,16 +449,12 @@ def test_a_turn_that_is_ended_by_the_beginning_of_the_next(tokenizer):
 def test_thoughts_in_a_field_of_their_own_are_compared_as_they_were_said():
     talk = Talk(QWEN3, user("guess"))
     answer = [*talk.encode(THOUGHT + "12"), talk.stop]
-    call = {**said("12"), "reasoning_content": "lower"}
     seen = [*talk.prompt, *answer]
-    dialogue = [user("guess"), call]
-    after = talk.chat.next_prompt(
-        dialogue, [tool("lower")], talk.prompt, answer, last_token=talk.stop
-    )
+    dialogue = [user("guess"), {**said("12"), "reasoning_content": "lower"}]
+    given = {"prompt_ids": talk.prompt, "answer_ids": answer, "last_token": talk.stop}
+    after = talk.chat.next_prompt(dialogue, [tool("lower")], **given)
     assert after[: len(seen)] == seen
-    after = talk.chat.next_prompt(
-        dialogue, [user("lower")], talk.prompt, answer, last_token=talk.stop
-    )
+    after = talk.chat.next_prompt(dialogue, [user("lower")], **given)
     assert after == render(talk.tokenizer, [user("guess"), said("12"), user("lower")])
 
 
@@ -666,21 +536,11 @@ def test_a_template_that_wants_a_system_message():
         chat.open([user("guess")])
 
 
-CALLS = """
-{%- for message in messages %}
-    {%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
-        {{- raise_exception('a result needs a call') }}
-    {%- endif %}
-    {{- '<' + message.role + '> ' + message.content + ' <end> ' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<assistant>' }}
-{%- endif %}"""
-
-
 @pytest.mark.parametrize("on_break", ["fork", "append"])
 def test_what_only_this_dialogue_allows_is_appended(tokenizer, on_break):
-    calling = as_template(tokenizer, CALLS, "<tool>")
+    needs = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    needs += "{{ raise_exception('a result needs a call') }}{% endif %}"
+    calling = as_template(tokenizer, turns(needs + TURN), "<tool>")
     chat = ChatTokens(calling, on_break=on_break)
     assert chat.stable
     prompt, answer = [2, 4], calling("8 <end>")["input_ids"]
@@ -694,20 +554,6 @@ def test_what_only_this_dialogue_allows_is_appended(tokenizer, on_break):
         chat.next_prompt(
             *([user("guess"), said("8")], [tool("12")], prompt, answer), last_token=answer[-1]
         )
-
-
-def test_a_last_token_behind_the_end_of_the_turn_does_not_stand_for_it():
-    talk = Talk(CHATML, user("guess"))
-    (newline,) = talk.encode("\n")
-    cut = talk.chat.extend([user("higher")], last_token=None)
-    assert talk.chat.extend([user("higher")], last_token=newline) == cut
-
-
-def test_the_end_of_sequence_in_place_of_the_end_of_turn_is_closed():
-    talk = Talk(LLAMA3, user("guess"))
-    eos = talk.tokenizer.eos_token_id
-    cut = talk.chat.extend([user("higher")], last_token=None)
-    assert talk.chat.extend([user("higher")], last_token=eos) == cut
 
 
 @pytest.mark.parametrize("shape", REAL_SHAPES, **named)

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chat.families import FAMILIES, GEMMA4_PLAIN
-from tests.chat.families_in_play import kinds, lines, play, tokenizer_of
+from tests.chat.families import COHERE, FAMILIES, GEMMA4_PLAIN, GPT_OSS
+from tests.chat.families import MISTRAL as MISTRAL_SMALL
+from tests.chat.families_in_play import call, kinds, lines, play, result_of, tokenizer_of
 from tests.chat.templates import (
     CHATML,
     DEEPSEEK_R1,
@@ -113,15 +114,8 @@ def test_what_is_around_answers_is_what_a_played_episode_has_around_them(family,
     if len(rows) > 1:
         return  # The template rewrites this dialogue, so an episode of it has several rows.
     (_, message), (_, last) = seen
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": call["id"],
-            "name": call["function"]["name"],
-            "content": f"result {k}",
-        }
-        for k, call in enumerate(message.get("tool_calls") or ())
-    ]
+    calls = message.get("tool_calls") or ()
+    results = [result_of(call, f"result {k}") for k, call in enumerate(calls)]
     talk = [{"role": "system", "content": "rules"}, user("guess"), message]
     talk += [*(results or [user("more")]), last]
     if DialogueRenderer(tokenizer_of(family)).render(talk, None).dropped:
@@ -149,24 +143,12 @@ def talks_with_tools(draw):
         for _ in range(draw(st.integers(0, 2))):
             names = draw(st.lists(st.sampled_from(["look", "find"]), min_size=1, max_size=2))
             calls = [
-                {
-                    "type": "function",
-                    "id": f"call{len(talk):04}{k}",
-                    "function": {"name": n, "arguments": {"q": "a"}},
-                }
-                for k, n in enumerate(names)
+                {**call(name, q="a"), "id": f"call{len(talk):04}{k}"}
+                for k, name in enumerate(names)
             ]
             extra = {"reasoning_content": "so"} if draw(st.booleans()) else {}
             talk.append(said(draw(says), tool_calls=calls, **extra))
-            talk += [
-                {
-                    "role": "tool",
-                    "content": draw(theirs),
-                    "tool_call_id": c["id"],
-                    "name": c["function"]["name"],
-                }
-                for c in calls
-            ]
+            talk += [result_of(c, draw(theirs)) for c in calls]
         talk.append(said(draw(says)))
     return talk if draw(st.booleans()) else talk[:-1]
 
@@ -190,8 +172,8 @@ def check_that_no_token_of_others_is_trained(data):
 
 
 def test_what_is_written_after_a_tools_result_is_not_trained():
-    call = {"type": "function", "function": {"name": "look", "arguments": {"q": "a"}}}
-    talk = [user("go"), said("Wait.", tool_calls=[call]), {"role": "tool", "content": "SECRET 3"}]
+    asked = said("Wait.", tool_calls=[call("look", q="a")])
+    talk = [user("go"), asked, {"role": "tool", "content": "SECRET 3"}]
     for last in ([], [said("done")]):
         trained, dialogue = answers_of(GEMMA4_PLAIN, [*talk, *last])
         first = '<|tool_call>call:look{q:<|"|>a<|"|>}<tool_call|><|tool_response>'
@@ -202,22 +184,14 @@ def test_what_is_written_after_a_tools_result_is_not_trained():
 
 @pytest.mark.parametrize("shape", [QWEN3, QWEN3_OPENS], ids=lambda shape: shape.name)
 def test_thoughts_that_the_template_drops_are_said_and_not_trained(shape):
-    talk = [
-        user("a"),
-        said("b", reasoning_content="x y"),
-        user("c"),
-        said("d", reasoning_content="z"),
-    ]
+    thoughts = ({"reasoning_content": thought} for thought in ("x y", "z"))
+    talk = [user("a"), said("b", **next(thoughts)), user("c"), said("d", **next(thoughts))]
     trained, dialogue = answers_of(shape, talk)
     opening = "" if shape.opens else "<think>\n"
     assert trained == ["b<|im_end|>", f"{opening}z\n</think>\n\nd<|im_end|>"]
     assert dialogue.dropped == [1]
-    inline = [
-        user("a"),
-        said("<think>\nx\n</think>\n\nb"),
-        user("c"),
-        said("<think>\nz\n</think>\n\nd"),
-    ]
+    inline = [said(f"<think>\n{x}\n</think>\n\n{y}") for x, y in ("xb", "zd")]
+    inline = [user("a"), inline[0], user("c"), inline[1]]
     assert answers_of(shape, inline)[0] == trained
 
 
@@ -262,9 +236,8 @@ def test_a_template_without_an_end_of_turn_trains_the_words_alone():
 def test_an_answer_without_words_is_its_end():
     trained, _ = answers_of(CHATML, [user("a"), said(""), user("b"), said("c")])
     assert trained == ["<|im_end|>", "c<|im_end|>"]
-    family = next(family for family in FAMILIES if family.name == "Command R7B")
     for talk in ([user("a"), said(""), user("b"), said("c")], [user("a"), said("")]):
-        for text in answers_of(family, talk)[0]:
+        for text in answers_of(COHERE, talk)[0]:
             assert text.endswith("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
 
 
@@ -380,13 +353,12 @@ def test_blocks_may_choose_a_part_of_an_answer():
 
 
 def test_thoughts_and_arguments_have_the_form_that_the_template_reads():
-    family = next(family for family in FAMILIES if family.name == "gpt-oss")
-    call = {"type": "function", "function": {"name": "look", "arguments": '{"q": "a"}'}}
-    message = said("", reasoning_content="hm", tool_calls=[call])
-    trained, _ = answers_of(family, [user("a"), message])
+    written = {"type": "function", "function": {"name": "look", "arguments": '{"q": "a"}'}}
+    message = said("", reasoning_content="hm", tool_calls=[written])
+    trained, _ = answers_of(GPT_OSS, [user("a"), message])
     assert "hm<|end|>" in trained[0]
-    mapping = {**call, "function": {"name": "look", "arguments": {"q": "a"}}}
-    also, dialogue = answers_of(family, [user("a"), {**message, "tool_calls": [mapping]}])
+    mapping = call("look", q="a")
+    also, dialogue = answers_of(GPT_OSS, [user("a"), {**message, "tool_calls": [mapping]}])
     assert also == trained
     assert not dialogue.dropped
 
@@ -401,11 +373,9 @@ def test_empty_entries_and_parts_of_text_are_as_if_they_were_not_there():
 
 
 def test_ids_of_calls_are_added_where_the_template_refuses_to_do_without():
-    family = next(family for family in FAMILIES if family.name == "Mistral Small 3.1")
-    call = {"type": "function", "function": {"name": "look", "arguments": {"q": "a"}}}
-    talk = [user("a"), {"role": "assistant", "tool_calls": [call]}]
+    talk = [user("a"), {"role": "assistant", "tool_calls": [call("look", q="a")]}]
     talk += [{"role": "tool", "content": "r"}, said("b")]
-    trained, dialogue = answers_of(family, talk)
+    trained, dialogue = answers_of(MISTRAL_SMALL, talk)
     assert trained[1] == "b</s>"
     assert '"call_id": "call00000"' in dialogue.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from .families_in_play import (
     lines,
     play,
     play_episode,
+    result_of,
     stop_of,
     tokenizer_of,
     without_ids,
@@ -38,19 +40,11 @@ from .families_table import table
 from .templates import ROUNDS, byte_level
 from .worst_replies import replies, written
 
+PROPERTIES = {"q": {"type": "string"}, "n": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "d",
-            "parameters": {
-                "type": "object",
-                "properties": {"q": {"type": "string"}, "n": {"type": "integer"}},
-            },
-        },
-    }
-    for name in ("look", "find")
+    {"type": "function", "function": {"name": n, "description": "d", "parameters": PARAMETERS}}
+    for n in ("look", "find")
 ]
 IN_THE_FAST_TIER = ("Qwen3", "gpt-oss", "DeepSeek-R1")
 """Families that between them strip, move and open thoughts, and write calls as JSON and by marks."""
@@ -155,16 +149,7 @@ def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(fam
             before = text(dialogue, chat.source)
             dialogue.append(chat.read(answer, prompt_ids=prompt, messages=dialogue).in_dialogue)
             calls = dialogue[-1].get("tool_calls", ())
-            new = [
-                {
-                    "role": "tool",
-                    "content": "8",
-                    "tool_call_id": c["id"],
-                    "name": c["function"]["name"],
-                }
-                for c in calls
-            ]
-            dialogue += new or [{"role": "user", "content": "more"}]
+            dialogue += [result_of(c, "8") for c in calls] or [{"role": "user", "content": "more"}]
             assert text(dialogue, chat.source).startswith(before), kind
 
 
@@ -227,6 +212,7 @@ def test_a_reply_that_breaks_off_loses_nothing(family, kind):
             assert reply.content.strip() in text[:end]
 
 
+ONE_EPISODE = ("episodes_per_batch", "total_episodes", "max_consecutive_failures")
 CALLING = [family for family in FAMILIES if family.calls]
 
 
@@ -385,27 +371,9 @@ def test_calls_in_pythons_notation(given, arguments):
     "text",
     [
         *("f(1)", "f('a')", "f('a', 1)", "f(a)", "f(a=b)", "f(a=g())", "f(a=1, a=1)", "f(a={b=1})"),
-        *(
-            "f(a=[b=1])",
-            "f(a=1",
-            "f)",
-            "[f(a=1)",
-            "f(a='1)",
-            "f(a='\n')",
-            "f(a=(1))",
-            "f(**{})",
-            "f(a==1)",
-        ),
-        *(
-            '[["a", 1]]',
-            "1f()",
-            "f.1()",
-            "f()()",
-            "f(a=1 b=2)",
-            "f(a=1e999)",
-            r"f(a='\ud83d')",
-            "f(a=''b'')",
-        ),
+        *("f(a=[b=1])", "f(a=1", "f)", "[f(a=1)", "f(a='1)", "f(a='\n')", "f(a=(1))", "f(**{})"),
+        *("f(a==1)", '[["a", 1]]', "1f()", "f.1()", "f()()", "f(a=1 b=2)", "f(a=1e999)"),
+        *(r"f(a='\ud83d')", "f(a=''b'')"),
     ],
 )
 def test_what_is_no_call_in_pythons_notation(text):
@@ -508,13 +476,9 @@ def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoile
     for env in (Spoils, Content, Whole):
         tokenizer, seen = tokenizer_of(family), []
         ids = tokenizer(family.say(message) + family.stop)["input_ids"]
-        with MultiTurnCollector(
-            lambda env=env, seen=seen: env(2, seen),
-            ScriptedEngine(tokenizer, lambda prompt, ids=ids: ids),
-            episodes_per_batch=1,
-            total_episodes=1,
-            max_consecutive_failures=1,
-        ) as collector:
+        engine = ScriptedEngine(tokenizer, lambda prompt, ids=ids: ids)
+        settings = dict.fromkeys(ONE_EPISODE, 1)
+        with MultiTurnCollector(partial(env, 2, seen), engine, **settings) as collector:
             (batch,) = collector
         said = [turn for turn in batch["text"][0] if turn["role"] == "assistant"]
         assert [without_ids(each) for each in said] == [message]

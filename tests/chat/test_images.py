@@ -102,18 +102,30 @@ def reference(processor, messages, template, **kwargs):
         return message
 
     shown = [plain(message) for message in messages]
-    text = processor.apply_chat_template(
-        shown, tokenize=False, add_generation_prompt=True, **kwargs
-    )
-    images = [
-        part["image"]
-        for message in messages
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part["type"] == "image"
-    ]
+    kwargs |= {"tokenize": False, "add_generation_prompt": True}
+    text = processor.apply_chat_template(shown, **kwargs)
+    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+    images = [part["image"] for part in parts if part["type"] == "image"]
     inputs = processor(text=[text], images=images or None, return_tensors="pt")
     return inputs["input_ids"][0].tolist()
+
+
+def goes_on_as_the_processor_writes(processor, chat, turns, source, opening=(), **kwargs):
+    """Play turns, of which every prompt must be the processor's own."""
+    tokenizer, messages, answer = processor.tokenizer, [], None
+    for asked, said in turns:
+        new = [*opening[: not messages], {"role": "user", "content": asked}]
+        if answer is None:
+            prompt = chat.open(new)
+        else:
+            goes_on, ids = chat.follow(messages, new, answer, last_token=tokenizer.eos_token_id)
+            assert goes_on
+            prompt = [*prompt, *answer, *ids]
+        messages += new
+        assert prompt == reference(processor, messages, source, **kwargs)
+        assert chat.open(messages) == prompt
+        answer = tokenizer(said + tokenizer.eos_token)["input_ids"]
+        messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,25 +136,11 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
     chat = ChatTokens(None, processor=processor)
     assert chat.stable
     assert chat.takes_images
-    end = processor.tokenizer.eos_token_id
 
     @examples(25)
     @given(dialogues)
     def check(turns):
-        messages, answer = [], None
-        for asked, said in turns:
-            new = [{"role": "user", "content": asked}]
-            if answer is None:
-                prompt = chat.open(new)
-            else:
-                goes_on, ids = chat.follow(messages, new, answer, last_token=end)
-                assert goes_on
-                prompt = [*prompt, *answer, *ids]
-            messages += new
-            assert prompt == reference(processor, messages, source)
-            assert chat.open(messages) == prompt
-            answer = processor.tokenizer(f"{said}<end>")["input_ids"]
-            messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
+        goes_on_as_the_processor_writes(processor, chat, turns, source)
 
     check()
 
@@ -173,25 +171,12 @@ def test_prompts_of_any_text(numbered, qwen):
     kwargs = {"add_vision_id": True} if numbered else {}
     chat = ChatTokens(None, processor=qwen, template_kwargs=kwargs)
     assert chat.stable
-    end = qwen.tokenizer.eos_token_id
+    opening = [{"role": "system", "content": "rules"}]
 
     @examples(60, few=10)
     @given(st.lists(st.tuples(st.lists(any_parts, min_size=1, max_size=4), texts), max_size=4))
     def check(turns):
-        messages, answer = [{"role": "system", "content": "rules"}], None
-        for asked, said in turns:
-            new = [{"role": "user", "content": asked}]
-            if answer is None:
-                new = [*messages, *new]
-                messages, prompt = [], chat.open(new)
-            else:
-                goes_on, ids = chat.follow(messages, new, answer, last_token=end)
-                assert goes_on
-                prompt = [*prompt, *answer, *ids]
-            messages += new
-            assert prompt == reference(qwen, messages, None, **kwargs)
-            answer = qwen.tokenizer(f"{said}<|im_end|>")["input_ids"]
-            messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
+        goes_on_as_the_processor_writes(qwen, chat, turns, None, opening, **kwargs)
 
     check()
 

@@ -46,13 +46,8 @@ _TOOLS = """
 
 
 def shape(name: str, empty: str) -> Shape:
-    return Shape(
-        name=name,
-        template=_TOOLS.replace("EMPTY", empty),
-        stop="<|im_end|>",
-        eos="<|im_end|>",
-        special=("<|im_start|>",),
-    )
+    template = _TOOLS.replace("EMPTY", empty)
+    return Shape(name, template, "<|im_end|>", "<|im_end|>", special=("<|im_start|>",))
 
 
 KEEPS = shape(
@@ -62,14 +57,9 @@ KEEPS = shape(
 )
 DROPS = shape("drops the empty thoughts, as Qwen3's", "''")
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "weigh",
-        "description": "Weigh a stone.",
-        "parameters": {"type": "object", "properties": {"stone": {"type": "string"}}},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"stone": {"type": "string"}}}
+_WEIGH = {"name": "weigh", "description": "Weigh a stone.", "parameters": _PARAMETERS}
+SCHEMA = {"type": "function", "function": _WEIGH}
 KWARGS = {"tools": [SCHEMA], "enable_thinking": False}
 
 
@@ -246,10 +236,7 @@ def test_what_is_no_mapping_is_refused():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"tools": ["weigh"]},
-            "'tools'] must be a list of JSON schemas or functions, got str (weigh)",
-        ),
+        ({"tools": ["weigh"]}, "must be a list of JSON schemas or functions, got str (weigh)"),
         ({"tools": iter([SCHEMA, 5])}, "or functions, got int (5) at 1"),
         ({"tools": 5}, "'tools'] must be a list of JSON schemas or functions, got int"),
         ({"documents": ["a text"]}, "'documents'] must be a list of mappings"),

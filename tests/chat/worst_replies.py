@@ -19,41 +19,9 @@ from torchrl_mt.chat.replies import ReplyParser
 from .families import FAMILIES, Family
 from .families_in_play import kinds, tokenizer_of
 
-PLAIN = (
-    " " * 9,
-    " ",
-    "\n",
-    "a",
-    "1",
-    '"',
-    "'",
-    "\\",
-    "{",
-    "}",
-    "[",
-    "]",
-    "(",
-    ")",
-    "<",
-    ">",
-    ":",
-    ",",
-    "=",
-    ".",
-)
+PLAIN = (" " * 9, " ", "\n", *"a1\"'\\{}[]()<>:,=.")
 LONGER = (
-    '{"a":',
-    "[[",
-    '"a":1,',
-    "\\n",
-    "f(",
-    "a=1,",
-    "true",
-    '"""',
-    "e9",
-    "\\u0041",
-    "-",
-    ";",
+    *('{"a":', "[[", '"a":1,', "\\n", "f(", "a=1,", "true", '"""', "e9", "\\u0041", "-", ";"),
     "|>",
 )
 PLACE = re.compile(r"^|\n|\W(?=\w)|\W$|>")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import PATIENCE
 from torchrl_mt.engines import TransformersEngine
 
 
@@ -88,7 +89,36 @@ def endless(model, tokenizer, **kwargs):
     return engine
 
 
-def assert_sampled_by(model, prompt, answer) -> None:
-    """The log-probabilities of an answer are those that the model gives it."""
-    expected = plain_log_probs(model, prompt, answer)
-    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+def assert_sampled_by(models, prompt, answer, atol=1e-5) -> None:
+    """Each log-probability is that of the model; of several, of the one of the token's version."""
+    models = models if isinstance(models, list) else [models]
+    versions = torch.tensor(list(answer.versions)) % len(models)
+    under = torch.stack([plain_log_probs(model, prompt, answer) for model in models])
+    found, expected = torch.tensor(answer.log_probs), under.gather(0, versions[None])[0]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+def assert_all_sampled_by(models, requests, answers, atol=1e-5) -> None:
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert_sampled_by(models, prompt, answer, atol)
+
+
+def sampled(engine, models, requests, **kwargs):
+    """Answers whose log-probabilities are those of the model."""
+    answers = generate_all(engine, requests, **kwargs)
+    assert_all_sampled_by(models, requests, answers)
+    return answers
+
+
+def started(engine, requests, **kwargs) -> list[asyncio.Task]:
+    """Requests that are under way."""
+    return [asyncio.create_task(engine.generate(prompt, **kwargs)) for prompt in requests]
+
+
+def ask(engine, prompt=(5, 6), **kwargs):
+    """One answer, which must come in time."""
+
+    async def run():
+        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
+
+    return asyncio.run(run())

@@ -22,11 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {
         "a": torch.randn(3, 5).T,  # not contiguous
@@ -61,7 +56,6 @@ def test_sglang_receives_weights(tokenizer, monkeypatch):
         engine.update_weights(weights(4))
         assert versions_of(engine, 8) == {4}
         assert engine.stats()["servers/live"] == 2
-        engine.close()
 
 
 def test_vllm_receives_weights(tokenizer, monkeypatch):
@@ -77,4 +71,3 @@ def test_vllm_receives_weights(tokenizer, monkeypatch):
         for version in (1, 2):
             assert engine.update_weights(weights(version)) == version
             assert versions_of(engine) == {version}
-        engine.close()

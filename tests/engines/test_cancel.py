@@ -11,17 +11,14 @@ import pytest
 from torchrl_mt.engines import Completion
 from torchrl_mt.engines.transformers import generation
 
-from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, until
+from .helpers import assert_sampled_by, endless, generate_all, held, idle, prompts, started, until
 
 
 def test_a_cancelled_request_gives_its_cache_back(tokenizer, model):
     engine = endless(model, tokenizer)
 
     async def run():
-        tasks = [
-            asyncio.create_task(engine.generate(p, max_new_tokens=900))
-            for p in prompts(4, length=60)
-        ]
+        tasks = started(engine, prompts(4, length=60), max_new_tokens=900)
         await until(lambda: engine.stats()["generated_tokens"] >= 40)
         assert engine.stats()["running"] == 4
         held = engine.stats()["cache_tokens"]
@@ -34,7 +31,6 @@ def test_a_cancelled_request_gives_its_cache_back(tokenizer, model):
         await until(lambda: idle(engine))
 
     asyncio.run(run())
-    engine.close()
 
 
 @pytest.mark.parametrize("cache_tokens", [pytest.param(65_536, marks=pytest.mark.slow), 1024])
@@ -44,7 +40,7 @@ def test_of_many_requests_those_that_are_not_cancelled_complete(tokenizer, model
     requests = prompts(100, length=20)
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=20)) for p in requests]
+        tasks = started(engine, requests, max_new_tokens=20)
         doomed = generator.sample(range(100), 50)
         for number in doomed:
             await asyncio.sleep(0.001 * generator.random())
@@ -61,7 +57,6 @@ def test_of_many_requests_those_that_are_not_cancelled_complete(tokenizer, model
             assert number in doomed
     assert any(isinstance(result, asyncio.CancelledError) for result in results)
     asyncio.run(until(lambda: idle(engine)))
-    engine.close()
 
 
 def test_what_is_complete_is_answered_though_the_step_fails(tokenizer, model, monkeypatch):
@@ -90,24 +85,6 @@ def test_what_is_complete_is_answered_though_the_step_fails(tokenizer, model, mo
     assert "generation failed: out of everything" in str(failed)
     assert_sampled_by(model, short, answer)
     assert idle(engine)
-    engine.close()
-
-
-def test_a_long_prompt_comes_after_the_last_conversation_has_ended(tokenizer, model):
-    engine = endless(model, tokenizer, max_batch_tokens=16)
-    for length in (5, 100, 5, 100):
-        prompt = prompts(length, length=length)[-1]
-        (answer,) = generate_all(engine, [prompt], max_new_tokens=3)
-        assert_sampled_by(model, prompt, answer)
-
-    async def run():
-        short = asyncio.create_task(engine.generate(prompts(2)[1], max_new_tokens=60))
-        await until(lambda: engine.stats()["running"] == 1)
-        return await asyncio.gather(short, engine.generate(prompts(1, 200)[0], max_new_tokens=60))
-
-    for prompt, answer in zip((prompts(2)[1], prompts(1, 200)[0]), asyncio.run(run()), strict=True):
-        assert_sampled_by(model, prompt, answer)
-    engine.close()
 
 
 def test_an_engine_that_is_closed_by_its_own_thread_fails_what_is_under_way(
@@ -139,7 +116,6 @@ def test_a_request_whose_coroutine_is_closed_is_taken_back(tokenizer, model):
 
     asyncio.run(run())
     assert engine.stats()["generated_tokens"] < 1000
-    engine.close()
 
 
 def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
@@ -173,4 +149,3 @@ def test_nothing_is_computed_in_a_pause_that_begins_while_prompts_are_awaited(
     asyncio.run(run())
     assert in_pauses
     assert not any(in_pauses)
-    engine.close()

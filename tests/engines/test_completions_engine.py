@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.engines.completions_server import (
@@ -21,10 +20,11 @@ from tests.engines.completions_server import (
     completion,
     sampled,
 )
+from tests.engines.helpers import ask, generate_all
 from tests.faulty_server import half, nothing, running, silent, status, success
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.chat.encoding import decode as decode_with
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.api import MalformedAnswerError, max_model_len, parse_answer
 from torchrl_mt.engines.completions.engine import CompletionsError
@@ -36,11 +36,6 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def server():
     with running(CompletionsServer()) as server:
@@ -49,16 +44,11 @@ def server():
 
 @pytest.fixture
 def make(server, tokenizer):
-    engines = []
-
     def make(base_url=None, **kwargs):
         kwargs = {"backoff": 0.01, "timeout": PATIENCE, **kwargs}
-        engines.append(CompletionsEngine(base_url or server.url, "tiny", tokenizer, **kwargs))
-        return engines[-1]
+        return CompletionsEngine(base_url or server.url, "tiny", tokenizer, **kwargs)
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 @pytest.fixture
@@ -71,27 +61,12 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(4, 26) for _ in range(rng.randint(1, 9))] for _ in range(count)]
 
 
-def ask(engine, prompt=(5, 6), **kwargs):
-    async def run():
-        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
-
-    return asyncio.run(run())
-
-
-def ask_all(engine, requests, **kwargs):
-    async def run():
-        asked = (engine.generate(prompt, **kwargs) for prompt in requests)
-        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
-
-    return asyncio.run(run())
-
-
 # Answers
 
 
 def test_answers_are_what_the_server_sampled(engine, server):
     requests = prompts(100)
-    answers = ask_all(engine, requests, max_new_tokens=6)
+    answers = generate_all(engine, requests, max_new_tokens=6)
     for prompt, answer in zip(requests, answers, strict=True):
         tokens, log_probs, reason = sampled(prompt, 6)
         assert answer.token_ids == tokens
@@ -133,7 +108,7 @@ def test_a_request_says_what_it_must(make, server):
 
 def test_many_requests_share_few_connections(make, server):
     engine = make(max_connections=3)
-    assert len(ask_all(engine, prompts(60))) == 60
+    assert len(generate_all(engine, prompts(60))) == 60
     assert 1 <= server.most_open <= 3
 
 
@@ -243,44 +218,48 @@ def set_in(path, value):
     return change
 
 
+def of_length(size):
+    """An answer of so many tokens."""
+    logprobs = {"tokens": ["token_id:5"] * size, "token_logprobs": [-1.0] * size}
+    choice = {"finish_reason": "stop", "token_ids": [5] * size, "logprobs": logprobs}
+    return lambda answer: {"choices": [choice]}
+
+
+def with_score(score, at=0):
+    def change(scores):
+        scores[at] = score
+        return scores
+
+    return set_in(["logprobs", "token_logprobs"], change)
+
+
+SCORES = ["logprobs", "token_logprobs"]
 BROKEN = [
     (lambda answer: [], "must be a JSON object"),
     (lambda answer: {}, "choices must be a list of one completion, got None"),
     (lambda answer: {"choices": []}, "choices must be a list of one completion"),
     (lambda answer: {"choices": answer["choices"] * 2}, "choices must be a list of one completion"),
+    (
+        lambda answer: only_ids(answer) or only_names(answer) or answer,
+        "text alone.*return_token_ids",
+    ),
+    (of_length(0), "at least one sampled token"),
+    (of_length(257), "at most max_tokens=256 tokens, got 257"),
     (set_in(["finish_reason"], None), "finish_reason must be .* got None"),
     (set_in(["finish_reason"], "content_filter"), "finish_reason must be .* 'content_filter'"),
     (set_in(["finish_reason"], "tool_calls"), "finish_reason must be .* got 'tool_calls'"),
     (set_in(["token_ids"], lambda ids: [2**40, *ids[1:]]), "must be those of|must be in 0"),
-    (set_in(["prompt_token_ids"], [5]), "must be the 2 tokens that were sent, .5, 6., got .5."),
-    (
-        set_in(["logprobs", "token_logprobs"], lambda v: [-9999.0, *v[1:]]),
-        "a log-probability, got -9999.0",
-    ),
-    (set_in(["logprobs"], None), "logprobs must be an object"),
     (set_in(["token_ids"], ["5"]), "token_ids must be a list of token ids"),
     (set_in(["token_ids"], [True]), "token_ids must be a list of token ids"),
-    (
-        set_in(["token_ids"], lambda ids: [*ids[:-1], 25]),
-        "must be those of choices.0..logprobs.tokens",
-    ),
-    (
-        set_in(["logprobs", "token_logprobs"], lambda v: v[:-1]),
-        "token_logprobs must be a list of .* numbers",
-    ),
-    (set_in(["logprobs", "token_logprobs"], None), "token_logprobs must be a list .* got None"),
-    (
-        set_in(["logprobs", "token_logprobs"], lambda v: [None, *v[1:]]),
-        r"token_logprobs\[0\] .* None",
-    ),
-    (
-        set_in(["logprobs", "token_logprobs"], lambda v: [*v[:-1], 0.5]),
-        "a log-probability, got 0.5",
-    ),
-    (
-        set_in(["logprobs", "token_logprobs"], lambda v: [float("nan"), *v[1:]]),
-        "a log-probability, got nan",
-    ),
+    (set_in(["token_ids"], lambda ids: [*ids[:-1], 25]), "be those of choices.0..logprobs.tokens"),
+    (set_in(["prompt_token_ids"], [5]), "must be the 2 tokens that were sent, .5, 6., got .5."),
+    (set_in(["logprobs"], None), "logprobs must be an object"),
+    (set_in(SCORES, lambda scores: scores[:-1]), "token_logprobs must be a list of .* numbers"),
+    (set_in(SCORES, None), "token_logprobs must be a list .* got None"),
+    (with_score(None), r"token_logprobs\[0\] .* None"),
+    (with_score(-9999.0), "a log-probability, got -9999.0"),
+    (with_score(0.5, -1), "a log-probability, got 0.5"),
+    (with_score(float("nan")), "a log-probability, got nan"),
 ]
 
 
@@ -292,29 +271,6 @@ def test_an_answer_that_is_none_names_the_field(engine, server, change, message)
     assert isinstance(caught.value, RuntimeError)
     assert f"POST {server.url}/v1/completions failed after 1 attempt" in str(caught.value)
     assert len(server.seen) == 1
-
-
-def test_text_alone_is_never_encoded_again(engine, server):
-    def change(answer):
-        only_ids(answer)
-        only_names(answer)
-        return answer
-
-    server.change = change
-    with pytest.raises(CompletionsError, match=r"answers with text alone.*return_token_ids"):
-        ask(engine)
-
-
-def test_an_answer_is_neither_empty_nor_too_long(engine, server):
-    empty = {"tokens": [], "token_logprobs": []}
-    for token_ids, logprobs, message in (
-        ([], empty, "at least one sampled token"),
-        ([5] * 4, {"token_logprobs": [-1.0] * 4}, "at most max_tokens=3 tokens, got 4"),
-    ):
-        choice = {"finish_reason": "stop", "token_ids": token_ids, "logprobs": logprobs}
-        server.change = lambda answer, choice=choice: {"choices": [choice]}
-        with pytest.raises(CompletionsError, match=message):
-            ask(engine, max_new_tokens=3)
 
 
 def test_parsing_never_makes_up_a_token():
@@ -462,9 +418,6 @@ def test_an_answer_that_the_server_gave_up_is_asked_for_again(make, server, reas
 
 def test_tokens_of_another_model_are_refused(make, server):
     engine = make(vocab_size=26)
-    assert ask(engine, [5, 25]).token_ids
-    with pytest.raises(ValueError, match=r"token ids in 0..25, got 26"):
-        ask(engine, [5, 26])
 
     def change(answer):
         set_in(["token_ids"], [26])(answer)
@@ -545,7 +498,7 @@ def test_one_probe_tells_what_log_probs_are_of(make, server, caplog, kind, asked
     plain = asked.keys() == {"seed"}
     record = {} if plain else asked
     marked = {"logprobs_mode": "raw_logprobs"} if kind == "raw" and not plain else {}
-    answers = [*ask_all(engine, prompts(5), **asked), ask(engine, **asked)]
+    answers = [*generate_all(engine, prompts(5), **asked), ask(engine, **asked)]
     assert [answer.sampling for answer in answers] == [{**record, **marked}] * 6
     assert len(server.seen) == 6 + (not plain)
     said = [record.getMessage() for record in caplog.records]
@@ -630,20 +583,6 @@ def test_a_field_that_is_none_is_left_to_the_server(make, server):
     assert not server.seen[0].keys() & {"top_k", "min_p", "repetition_penalty"}
 
 
-def test_a_collector_records_what_was_asked_for(make):
-    collector = MultiTurnCollector(
-        GuessNumber(16, turns=2),
-        make(temperature=0.5),
-        episodes_per_batch=2,
-        limits=Limits(max_response_tokens=9),
-        sampling={"top_p": 0.25, "top_k": 7},
-    )
-    with collector:
-        batch = next(iter(collector))
-    for name, value in {"temperature": 0.5, "top_p": 0.25, "top_k": 7}.items():
-        assert set(batch["sampling", name].tolist()) == {value}
-
-
 # Connections and loops
 
 
@@ -675,22 +614,6 @@ def sockets() -> int:
         except OSError:
             continue
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error::ResourceWarning")
-def test_no_socket_is_left_whether_or_not_the_engine_is_closed(make, server):
-    gc.collect()
-    before = sockets()
-    engine = make()
-    for _ in range(3):
-        ask_all(engine, prompts(20))
-    # A loop has ended, the engine lives on. The server runs here too, and takes its time.
-    wait_until(lambda: sockets() <= before)
-    engine.close()
-    del engine
-    gc.collect()
-    wait_until(lambda: sockets() <= before)
 
 
 # Weights
@@ -779,17 +702,15 @@ def test_a_server_may_say_the_version_of_every_token():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "kwargs", "error", "message"),
+    ("kwargs", "error", "message"),
     [
-        ([5] * 30, {"max_new_tokens": 3}, ValueError, "exceed max_total_tokens=32"),
-        ([5], {"stream": True}, ValueError, r"that the engine sets, got \['stream'\]"),
-        ([5], {"stop_token_ids": {3}}, TypeError, "must be fit for JSON: .*set"),
+        ({"stream": True}, ValueError, r"that the engine sets, got \['stream'\]"),
+        ({"stop_token_ids": {3}}, TypeError, "must be fit for JSON: .*set"),
     ],
 )
-def test_bad_requests_are_refused(make, server, prompt, kwargs, error, message):
-    engine = make(max_total_tokens=32)
+def test_bad_requests_are_refused(engine, server, kwargs, error, message):
     with pytest.raises(error, match=message):
-        asyncio.run(engine.generate(prompt, **kwargs))
+        ask(engine, **kwargs)
     assert not server.seen
 
 
@@ -819,24 +740,6 @@ def test_addresses_are_completed(base):
     assert server_origins(base) == ["http://h:1"]
 
 
-def test_it_plays_whole_games(engine, server):
-    server.faults = [status(500), half, status(429)]
-    collector = MultiTurnCollector(
-        GuessNumber(16, turns=3),
-        engine,
-        episodes_per_batch=12,
-        limits=Limits(max_turns=3, max_response_tokens=40),
-    )
-    with collector:
-        batch = next(iter(collector))
-    assert len(set(batch["collector", "traj_ids"].tolist())) == 12
-    for turn in batch.unbind(0):
-        tokens, log_probs, _ = sampled(turn["tokens", "prompt"].tolist(), 40)
-        assert turn["tokens", "response"].tolist() == tokens
-        torch.testing.assert_close(turn["log_probs", "response"], torch.tensor(log_probs))
-    wait_until(lambda: server.open == 0)
-
-
 @pytest.mark.parametrize("how", ["shutdown", "async_shutdown"])
 def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, server, how):
     gc.collect()
@@ -857,41 +760,3 @@ def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, s
     wait_until(lambda: sockets() == before)
     wait_until(lambda: set(threading.enumerate()) <= threads)
     assert not engine._client._sessions
-
-
-def test_a_dead_server_rejects_episodes_and_the_run_goes_on_when_it_is_back(make, tokenizer):
-    """Killed in the middle of a run, and later back at the same address."""
-    with running(CompletionsServer()) as first:
-        port = first.server_port
-        engine = make(f"http://127.0.0.1:{port}", max_retries=1, backoff=0.05)
-        collector = MultiTurnCollector(
-            GuessNumber(16, turns=2),
-            engine,
-            episodes_per_batch=8,
-            limits=Limits(max_turns=2, max_response_tokens=20),
-            max_consecutive_failures=100_000,
-        )
-        batches = iter(collector)
-        next(batches)
-        assert collector.stats()["rejected"] == 0
-    back = []
-
-    def restart():
-        wait_until(lambda: collector.stats()["rejected"] >= 10)
-        again = running(CompletionsServer(port))
-        back.append((again, again.__enter__()))
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    try:
-        batch = next(batches)  # may hold episodes that were over before
-        batch = next(batches)
-    finally:
-        thread.join(PATIENCE)
-        collector.shutdown()
-        for again, _ in back:
-            again.__exit__(None, None, None)
-    stats = collector.stats()
-    assert len(set(batch["collector", "traj_ids"].tolist())) == 8
-    assert stats["rejected"] == stats["rejected/CompletionsError"] >= 10
-    assert batch["next", "done"].sum() == 8

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engines.completions_server import CompletionsServer, sampled
+from tests.engines.helpers import ask as ask_one
 from tests.faulty_server import running, status
 from tests.tiers import first_fast
 from tests.vision.episodes import QWEN, family, random_dialogue, random_image
@@ -109,11 +110,6 @@ class ImageServer(CompletionsServer):
         return out
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def server():
     with running(ImageServer()) as server:
@@ -123,37 +119,21 @@ def server():
 
 @pytest.fixture
 def make(server):
-    engines = []
-
     def make(api="vllm", name="qwen2_5_vl", **kwargs):
         _, server.processor = family(name)
         settings = {
             "backoff": 0.01, "timeout": PATIENCE, "image_api": api, "max_total_tokens": 10_000,
             "max_new_tokens": 6,
         }  # fmt: skip
-        engine = CompletionsEngine(server.url, "tiny", server.processor, **{**settings, **kwargs})
-        engines.append(engine)
-        return engine
+        return CompletionsEngine(server.url, "tiny", server.processor, **{**settings, **kwargs})
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def ask(engine, turns, **kwargs):
-    async def run():
-        return [
-            await asyncio.wait_for(
-                engine.generate(turn.prompt, **images_of(turn), **kwargs), PATIENCE
-            )
-            for turn in turns
-        ]
-
-    return asyncio.run(run())
-
-
-def images_of(turn):
-    return {"images": turn.images} if turn.images else {}
+    images = [{"images": turn.images} if turn.images else {} for turn in turns]
+    given = zip(turns, images, strict=True)
+    return [ask_one(engine, turn.prompt, **each, **kwargs) for turn, each in given]
 
 
 def dialogue(name="qwen2_5_vl", seed=0, turns=4):
@@ -228,15 +208,6 @@ def test_image_tokens_are_barred_in_text_too(make, server, api):
     assert server.seen[-1]["logit_bias"] == {str(token): -100.0 for token in vision.barred}
 
 
-def test_engines_without_a_processor_bar_nothing(server):
-    engine = CompletionsEngine(
-        server.url, "tiny", family("llava")[1].tokenizer, max_total_tokens=99
-    )
-    asyncio.run(engine.generate([5, 6]))
-    assert "logit_bias" not in server.seen[-1]
-    engine.close()
-
-
 def test_sglang_reports_weight_versions(make):
     engine = make("sglang", version_key="metadata.weight_version")
     (answer,) = ask(engine, [with_image()])
@@ -265,32 +236,64 @@ def test_an_answer_that_sglang_gave_up_is_asked_for_again(make, server):
 # Refusals
 
 
-def test_engines_that_cannot_send_images_refuse_them(make):
-    turn = with_image()
-    with pytest.raises(TypeError, match=r"images cannot be sent to /v1/completions.*image_api="):
-        ask(make(None), [turn])
-    with pytest.raises(TypeError, match="images must be a list"):
-        asyncio.run(make("vllm").generate(turn.prompt, images=turn.images[0]))
-    with pytest.raises(ValueError, match=r"images\[0\]: image must be in memory.*https://a.b/c"):
-        asyncio.run(make("vllm").generate(turn.prompt, images=["https://a.b/c.png"]))
-    with pytest.raises(ValueError, match=r"images must hold.*got none for \d+ image tokens"):
-        asyncio.run(make("vllm").generate(turn.prompt, images=None))
-    video = family("qwen3_vl")[1].video_token_id
-    with pytest.raises(ValueError, match=r"prompt_ids must have none of the tokens .* videos"):
-        asyncio.run(make("vllm").generate([5, video]))
+def test_images_that_cannot_be_sent_are_refused(make):
+    turn, video = with_image(), family("qwen3_vl")[1].video_token_id
+    for api, prompt, images, error, message in [
+        (None, turn.prompt, turn.images, TypeError, "images cannot be sent .*image_api="),
+        ("vllm", turn.prompt, turn.images[0], TypeError, "images must be a list"),
+        ("vllm", turn.prompt, ["https://a.b/c.png"], ValueError, r"images\[0\]: .*https://a.b/c"),
+        ("vllm", turn.prompt, None, ValueError, r"images must hold.*got none for \d+ image"),
+        ("vllm", [5, video], [], ValueError, "prompt_ids must have none of the .* videos"),
+    ]:
+        with pytest.raises(error, match=message):
+            ask_one(make(api), prompt, images=images)
 
 
-def test_arguments_are_checked(server):
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"image_api": "openai"}, ValueError, r"image_api must be.*vllm.*got 'openai'"),
+        ({"processor": None}, TypeError, "image_api needs the model's processor"),
+        ({"tokenizer": "other"}, ValueError, "tokenizer and processor must belong together"),
+        ({"processor": object()}, TypeError, "processor must be one of"),
+    ],
+)
+def test_arguments_are_checked(server, kwargs, error, message):
     _, processor = family("qwen3_vl")
-    with pytest.raises(ValueError, match=r"image_api must be.*vllm.*got 'openai'"):
-        CompletionsEngine(server.url, "tiny", processor, image_api="openai")
-    with pytest.raises(TypeError, match="image_api needs the model's processor"):
-        CompletionsEngine(server.url, "tiny", processor.tokenizer, image_api="vllm")
-    other = tiny_vl_model("qwen3_vl", "other words")[1].tokenizer
-    with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
-        CompletionsEngine(server.url, "tiny", other, processor=processor)
-    with pytest.raises(TypeError, match="processor must be one of"):
-        CompletionsEngine(server.url, "tiny", processor.tokenizer, processor=object())
+    if "tokenizer" in kwargs:
+        kwargs = {"tokenizer": tiny_vl_model("qwen3_vl", "other words")[1].tokenizer}
+    given = {"tokenizer": processor.tokenizer, "processor": processor, "image_api": "vllm"}
+    with pytest.raises(error, match=message):
+        CompletionsEngine(server.url, "tiny", **given | kwargs)
+
+
+BROKEN = [
+    ("vllm", lambda a: a.update(features=None), "features must describe"),
+    ("vllm", lambda a: a["features"].update(mm_hashes={}), "features.mm_hashes.image must"),
+    ("vllm", lambda a: a["features"].update(kwargs_data={"image": [None]}), "must have the image"),
+    ("vllm answer", lambda a: a.update(choices=3), "the answer lacks"),
+    ("sglang", lambda a: a.pop("meta_info"), "the answer lacks"),
+    ("sglang", lambda a: a["meta_info"].pop("output_token_logprobs"), "logprobs must be"),
+    ("sglang", lambda a: a.pop("prompt_token_ids"), r"prompt_token_ids must have.*SGLang"),
+    (
+        *("sglang", lambda a: a["prompt_token_ids"].__setitem__(0, 3)),
+        "first differ at 0.*SGLANG_MM_AVOID_RETOKENIZE",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "edit", "error"), BROKEN)
+def test_malformed_answers_are_named(make, server, form, edit, error):
+    api, *whose = form.split()
+
+    def change(answer):
+        if api == "sglang" or ("features" in answer) != bool(whose):
+            edit(answer)
+        return answer
+
+    server.change = change
+    with pytest.raises(CompletionsError, match=error):
+        ask(make(api, max_retries=0), [with_image()])
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -315,66 +318,13 @@ def test_a_server_with_another_processor_is_refused(make, server):
             asyncio.run(engine.generate([5, *ids, 6], images=[big]))
 
 
-def test_sglang_must_tell_which_prompt_it_saw(make, server):
-    turn = with_image()
-
-    def changed(edit):
-        def change(answer):
-            edit(answer)
-            return answer
-
-        server.change = change
-        return ask(make("sglang"), [turn])
-
-    with pytest.raises(CompletionsError, match=r"prompt_token_ids must have.*SGLang"):
-        changed(lambda answer: answer.pop("prompt_token_ids"))
-    with pytest.raises(CompletionsError, match=r"first differ at 0.*SGLANG_MM_AVOID_RETOKENIZE"):
-        changed(lambda answer: answer["prompt_token_ids"].__setitem__(0, 3))
-
+def test_sglang_may_tell_the_prompt_with_hashes_for_images(make, server):
     def hashed(answer):
-        image = server.processor.image_token_id
-        seen = answer["prompt_token_ids"]
+        image, seen = server.processor.image_token_id, answer["prompt_token_ids"]
         answer["prompt_token_ids"] = [10**9 if token == image else token for token in seen]
-
-    (answer,) = changed(hashed)
-    assert list(answer.token_ids) == sampled(turn.prompt, 6)[0]
-
-
-@pytest.mark.parametrize(
-    ("api", "edit", "error"),
-    [
-        ("vllm", lambda a: a.update(features=None), "features must describe"),
-        ("vllm", lambda a: a["features"].update(mm_hashes={}), r"features.mm_hashes.image must"),
-        (
-            "vllm",
-            lambda a: a["features"].update(kwargs_data={"image": [None]}),
-            "must have the image",
-        ),
-        ("sglang", lambda a: a.pop("meta_info"), "the answer lacks"),
-        ("sglang", lambda a: a["meta_info"].pop("output_token_logprobs"), r"logprobs must be"),
-    ],
-)
-def test_malformed_answers_are_named(make, server, api, edit, error):
-    def change(answer):
-        if api == "sglang" or "features" in answer:
-            edit(answer)
         return answer
 
-    server.change = change
-    engine = make(api, max_retries=0)
-    with pytest.raises(CompletionsError, match=error):
-        ask(engine, [with_image()])
-
-
-def test_an_answer_of_vllm_without_choices_is_named(make, server):
-    server.change = lambda answer: answer if "features" in answer else {"choices": 3}
-    with pytest.raises(CompletionsError, match="the answer lacks"):
-        ask(make("vllm"), [with_image()])
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_closing_refuses_further_requests(make, api):
-    engine = make(api)
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        ask(engine, [with_image()])
+    server.change = hashed
+    turn = with_image()
+    (answer,) = ask(make("sglang"), [turn])
+    assert list(answer.token_ids) == sampled(turn.prompt, 6)[0]

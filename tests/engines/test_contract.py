@@ -13,7 +13,7 @@ import torch
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.engines.completions_server import STOP, CompletionsServer, weights_after
-from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, until
+from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, started, until
 from tests.faulty_server import running, silent
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.chat.encoding import decode
@@ -33,6 +33,8 @@ THREADS = ("torchrl_mt-generation", "torchrl_mt-policy")
 
 class OnModel:
     """An engine that samples with a model of this process."""
+
+    own_temperature = None
 
     def __init__(self, kind, model, tokenizer):
         self.kind, self.model, self.tokenizer = kind, model, tokenizer
@@ -72,6 +74,9 @@ class OnModel:
 class OnServer:
     """An engine that asks a server, whose distribution depends on the token before alone."""
 
+    own_temperature = 1.0
+    """The server reports the same log-probabilities whatever it is asked for."""
+
     def __init__(self, server, tokenizer):
         self.server, self.tokenizer = server, tokenizer
         server.decode = partial(decode, tokenizer)
@@ -104,22 +109,19 @@ class OnServer:
 
 
 @pytest.fixture(params=["transformers", "policy", "completions"])
-def kit(request, model, tokenizer, monkeypatch):
+def kit(request, model, tokenizer):
     if request.param != "completions":
         yield OnModel(request.param, model, tokenizer)
         return
     pytest.importorskip("httpx")
     pytest.importorskip("tenacity")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with running(CompletionsServer()) as server:
         yield OnServer(server, tokenizer)
 
 
 @pytest.fixture
 def engine(kit):
-    engine = kit.make()
-    yield engine
-    engine.close()
+    return kit.make()
 
 
 def assert_sampled(kit, prompt, answer, temperature=1.0):
@@ -172,7 +174,7 @@ def test_an_answer_ends_where_its_text_first_contains_a_stop_string(kit, engine,
         asked = enumerate(zip(requests, limits, strict=True))
         return await asyncio.gather(
             *(
-                engine.generate(p, max_new_tokens=n, **({"stop": stop} if i % 4 else {}))
+                engine.generate(p, max_new_tokens=n, stop=stop if i % 4 else (None, [])[i % 8 // 4])
                 for i, (p, n) in asked
             )
         )
@@ -196,31 +198,33 @@ def test_an_answer_ends_where_its_text_first_contains_a_stop_string(kit, engine,
     assert reasons >= {("stop", True, True), ("stop", False, True), ("length", False, False)}
 
 
-@pytest.mark.parametrize("stop", [None, []])
-def test_no_stop_string_is_none(engine, stop):
-    (answer,) = generate_all(engine, prompts(1), stop=stop)
-    assert answer.stop_string is None
-
-
 def test_without_a_limit_of_its_own_an_answer_has_the_engines_and_what_room_there_is(kit):
     engine = kit.make(max_new_tokens=3)
     answers = generate_all(engine, [*prompts(30), [5] * 1022])
-    engine.close()
     assert max(len(answer.token_ids) for answer in answers[:30]) == 3
     assert len(answers[30].token_ids) <= 2
 
 
 @pytest.mark.parametrize("per_request", [False, True])
 def test_a_temperature_is_sampled_with_and_recorded(kit, per_request):
-    if isinstance(kit, OnServer):  # its log-probabilities are what a server says
-        kit.log_probs = lambda prompt, answer, temperature: torch.tensor(answer.log_probs)
     engine = kit.make(**({} if per_request else {"temperature": 0.5}))
     requests = prompts(10)
     answers = generate_all(engine, requests, **({"temperature": 0.5} if per_request else {}))
-    engine.close()
     for prompt, answer in zip(requests, answers, strict=True):
-        assert_sampled(kit, prompt, answer, temperature=0.5)
+        assert_sampled(kit, prompt, answer, kit.own_temperature or 0.5)
         assert answer.sampling == {"temperature": 0.5}
+
+
+def test_the_models_own_mode_and_attention_are_left_alone(kit, model):
+    if isinstance(kit, OnServer):
+        pytest.skip("no model here")
+    model.train()
+    model.config.attention_dropout = 0.5
+    before = model.config._attn_implementation
+    (answer,) = generate_all(kit.make(), prompts(1))
+    assert model.training
+    assert model.config._attn_implementation == before
+    assert_sampled(kit, prompts(1)[0], answer)  # dropout did not act while sampling
 
 
 def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
@@ -309,7 +313,7 @@ def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
     requests = prompts(20)
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate(prompt)) for prompt in requests]
+        tasks = started(engine, requests)
         await asyncio.sleep(0)
         for task in tasks[::3]:
             task.cancel()
@@ -366,7 +370,6 @@ def test_an_update_that_is_refused_is_not_counted(kit, model):
             engine.update_weights(3)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert engine.version == 0
-    engine.close()
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -374,7 +377,7 @@ def test_closing_fails_what_is_under_way_and_leaves_nothing(kit, inside):
     engine, begun = kit.make_slow()
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate(prompt)) for prompt in prompts(8)]
+        tasks = started(engine, prompts(8))
         await until(begun)
         if inside:
             engine.close()
@@ -398,10 +401,6 @@ def test_closing_fails_what_is_under_way_and_leaves_nothing(kit, inside):
     assert engine.version == 0
 
 
-def test_an_engine_that_was_never_used_closes(kit):
-    kit.make().close()
-
-
 def test_an_engine_that_is_forgotten_leaves_nothing(kit):
     engine = kit.make()
     generate_all(engine, prompts(2))
@@ -421,12 +420,13 @@ def test_a_collector_plays_whole_games_with_it(kit, engine):
         engine,
         episodes_per_batch=8,
         limits=Limits(max_turns=3),
-        sampling={"temperature": 1.0},
+        sampling={"temperature": 0.5},
     )
     with collector:
         batch = next(iter(collector))
     assert len(set(batch["collector", "traj_ids"].tolist())) == 8
+    assert set(batch["sampling", "temperature"].tolist()) == {0.5}
     for turn in batch.unbind(0):
         tokens, log_probs = turn["tokens", "response"], turn["log_probs", "response"]
         answer = Completion(tokens.tolist(), log_probs.tolist(), tokens.tolist(), "stop")
-        assert_sampled(kit, turn["tokens", "prompt"].tolist(), answer)
+        assert_sampled(kit, turn["tokens", "prompt"].tolist(), answer, kit.own_temperature or 0.5)

@@ -46,11 +46,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2ForCausalLM",
         {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "qwen2-eager": (
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**GROUPED, "attn_implementation": "eager"},
-    ),
+    "qwen2-eager": ("Qwen2Config", "Qwen2ForCausalLM", {**GROUPED, "attn_implementation": "eager"}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", WIDE_HEADS),
     "qwen3-moe": (
         "Qwen3MoeConfig",
@@ -218,7 +214,6 @@ def test_answers_are_exact_before_and_after_an_update(family):
         return await asyncio.gather(*tasks)
 
     answers = asyncio.run(play())
-    engine.close()
     assert {version for answer in answers for version in answer.versions} == {0, 1}
     for prompt, answer in zip(requests, answers, strict=True):
         assert_exact([model, changed], prompt, answer)
@@ -245,7 +240,6 @@ def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
         assert_exact([model], prompt, answer)
     with pytest.raises(ValueError, match="exceed the 64 tokens that"):
         asyncio.run(engine.generate(prompts[0], max_new_tokens=15))
-    engine.close()
 
 
 def test_a_model_that_says_something_else_with_a_cache_is_refused():
@@ -274,7 +268,6 @@ def test_half_precision_is_sampled_from(dtype):
     for prompt, answer in zip(prompts, asyncio.run(play()), strict=True):
         gap = plain_log_probs(model, prompt, answer) - torch.tensor(answer.log_probs)
         assert gap.abs().max() < 0.2
-    engine.close()
 
 
 @pytest.mark.parametrize("family", rarely(REFUSED, "mamba"))

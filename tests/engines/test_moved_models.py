@@ -20,6 +20,7 @@ from .helpers import (
     idle,
     plain_log_probs,
     prompts,
+    sampled,
     until,
 )
 
@@ -69,7 +70,6 @@ def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
     for prompt, answer in zip(prompts(4), asyncio.run(run()), strict=True):
         assert len(answer.token_ids) == 64
         assert_sampled_by(model, prompt, answer)
-    engine.close()
 
 
 def test_a_model_that_is_converted_within_a_step_fails_its_requests_by_name(model, tokenizer):
@@ -86,9 +86,7 @@ def test_a_model_that_is_converted_within_a_step_fails_its_requests_by_name(mode
         generate_all(engine, prompts(2))
     moves.clear()
     asyncio.run(until(lambda: idle(engine)))
-    for prompt, answer in zip(prompts(2), generate_all(engine, prompts(2)), strict=True):
-        assert_sampled_by(model, prompt, answer)
-    engine.close()
+    sampled(engine, model, prompts(2))
 
 
 class Monitor:
@@ -123,7 +121,6 @@ def test_hooks_are_called_and_not_copied(model, tokenizer, make):
     with torch.no_grad():  # the model's own calls are counted as before
         model(torch.tensor(prompts(1)))
     assert monitor.calls == made + called + 2
-    engine.close()
 
 
 def offloaded(model, folder):
@@ -158,7 +155,6 @@ def test_models_with_hooks_of_accelerate_are_sampled_from(model, tokenizer, tmp_
     pytest.importorskip("accelerate")
     plain = TransformersEngine(model, tokenizer, seed=3)
     expected = generate_all(plain, prompts(3), max_new_tokens=6)
-    plain.close()
     source = changed_copy(model)
     engine = TransformersEngine(change(model, tmp_path), tokenizer, seed=3)
     found = generate_all(engine, prompts(3), max_new_tokens=6)
@@ -170,4 +166,3 @@ def test_models_with_hooks_of_accelerate_are_sampled_from(model, tokenizer, tmp_
         with pytest.raises(ValueError, match=r"share_weights must be True .* offloaded"):
             own_weights(model, tokenizer)
         assert engine.version == 2
-    engine.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.helpers import ask
 from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
 from tests.faulty_server import running, silent, status
 from tests.waiting import PATIENCE, wait_until
@@ -17,11 +18,6 @@ pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
 KINDS = {"openai": VLLMServer, "vllm": VLLMServer, "sglang": SGLangServer}
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture(params=KINDS)
@@ -38,23 +34,11 @@ def server(api, tokenizer):
 
 @pytest.fixture
 def make(api, server, tokenizer):
-    engines = []
-
     def make(**kwargs):
         kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engines.append(CompletionsEngine(server.url + "/v1", "tiny", tokenizer, api=api, **kwargs))
-        return engines[-1]
+        return CompletionsEngine(server.url + "/v1", "tiny", tokenizer, api=api, **kwargs)
 
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def ask(engine, prompt=(5, 6), **kwargs):
-    async def run():
-        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
-
-    return asyncio.run(run())
+    return make
 
 
 def test_answers_are_what_the_server_sampled(make, server):
@@ -187,7 +171,6 @@ def test_malformed_answers_are_named(tokenizer, form, path, value, error):
         with pytest.raises(CompletionsError, match=error):
             ask(engine)
         assert len(server.prompts) == 1
-        engine.close()
 
 
 def test_arguments_are_checked(tokenizer):

@@ -18,8 +18,7 @@ EIGHT = b"guess it"
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [list, tuple, iter, deque, torch.tensor, np.array, lambda ids: array("i", ids)],
+    "kind", [list, tuple, iter, deque, torch.tensor, np.array, lambda ids: array("i", ids)]
 )
 def test_token_ids_come_in_any_flat_sequence(kind):
     assert check_token_ids(kind(IDS)) == IDS

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.engines.helpers import ask
 from tests.engines.sampling_servers import (
     Refused,
     SGLangServer,
@@ -23,11 +24,9 @@ from tests.engines.sampling_servers import (
 )
 from tests.engines.test_servers import conversation
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
 from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
-from torchrl_mt.envs import GuessNumber
 
 pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
@@ -38,11 +37,6 @@ KINDS = {
     "sglang": (SGLangServer, SGLangWeights, "sglang"),
     "old sglang": (partial(SGLangServer, has_spans=False), SGLangWeights, "sglang"),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 OLD = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("old vllm", "old sglang")]
@@ -61,8 +55,6 @@ def servers(kind):
 
 @pytest.fixture
 def make(kind, servers, tokenizer, tmp_path):
-    engines = []
-
     def make(pause="abort", **kwargs):
         _, weights, api = KINDS[kind]
         on_update = weights(servers.urls, folder=tmp_path, pause=pause)
@@ -71,23 +63,13 @@ def make(kind, servers, tokenizer, tmp_path):
             servers.urls, "tiny", tokenizer, api=api, on_update=on_update, **kwargs
         )
         engine._servers._pause = 0.05
-        engines.append(engine)
         return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {"version": torch.tensor([float(version)])}
-
-
-def ask(engine, prompt=(5, 6), **kwargs):
-    async def run():
-        return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
-
-    return asyncio.run(run())
 
 
 def restart_unseen(servers):
@@ -460,28 +442,6 @@ def _disturbed(engine, servers, rng, *, exact):
 # Collectors
 
 
-def test_a_collector_updates_servers(make, servers):
-    engine = make()
-    with MultiTurnCollector(
-        GuessNumber(16, turns=3),
-        engine,
-        episodes_per_batch=8,
-        limits=Limits(max_turns=3, max_response_tokens=20),
-    ) as collector:
-        batches = iter(collector)
-        for version in range(3):
-            if version:
-                collector.update_policy_weights_(weights(version))
-            batch = next(batches)
-            for turn in batch.unbind(0):
-                true = [version_of(value) for value in turn["log_probs", "response"].tolist()]
-                stamps = turn["versions", "response"].tolist()
-                assert all(a <= b for a, b in zip(stamps, true, strict=True))
-        assert version in stamps
-    assert collector.stats()["rejected"] == 0
-    assert collector.stats()["weights/push_seconds"] > 0
-
-
 # LoRA
 
 
@@ -498,22 +458,17 @@ def tuned(request, servers, tokenizer, tmp_path, monkeypatch):
     for module in ("base", "vllm"):
         where = f"torchrl_mt.engines.server_weights.{module}.peft_model"
         monkeypatch.setattr(where, lambda model: model)
-    engines = []
 
     def make(pause="abort", **kwargs):
         on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path, pause=pause)
         kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engines.append(
-            CompletionsEngine(
-                servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
-            )
+        engine = CompletionsEngine(
+            servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
         )
-        engines[-1]._servers._pause = 0.05
-        return engines[-1]
+        engine._servers._pause = 0.05
+        return engine
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 class Tuned(torch.nn.Module):
@@ -536,7 +491,6 @@ def test_folders_of_adapters_are_loaded(servers, tmp_path, tokenizer):
     assert folder.exists()
     with pytest.raises(TypeError, match="got dict"):
         engine.update_weights(weights(2))
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["vllm", OLD[0]])

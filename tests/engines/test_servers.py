@@ -23,11 +23,6 @@ pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def three():
     with cluster(VLLMServer, 3) as made:
@@ -36,16 +31,11 @@ def three():
 
 @pytest.fixture
 def make(three, tokenizer):
-    engines = []
-
     def make(**kwargs):
         kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 6, **kwargs}
-        engines.append(CompletionsEngine(three.urls, "tiny", tokenizer, api="vllm", **kwargs))
-        return engines[-1]
+        return CompletionsEngine(three.urls, "tiny", tokenizer, api="vllm", **kwargs)
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 async def conversation(engine, number, turns, between=lambda turn: None):

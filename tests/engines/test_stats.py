@@ -14,6 +14,7 @@ from tests.tiers import few_or_many
 from torchrl_mt.engines import TransformersEngine
 
 from .helpers import (
+    assert_all_sampled_by,
     assert_sampled_by,
     check,
     endless,
@@ -21,39 +22,12 @@ from .helpers import (
     held,
     idle,
     prompts,
+    sampled,
     until,
 )
 
 BRANCH = 16
 """Prompts that have so many tokens more in common wait for each other."""
-
-
-def test_a_turn_computes_only_what_is_new(tokenizer, model):
-    engine = endless(model, tokenizer)
-    prompt = prompts(1, length=50)[0]
-    prefilled = found = generated = 0
-    for environment in ([7] * 5, [9] * 20, [4], []):
-        (answer,) = generate_all(engine, [prompt], max_new_tokens=13)
-        stats = engine.stats()
-        prefilled += len(prompt) - (stats["shared_tokens"] - found)
-        # The last token of the answer was sampled, but never went through the model.
-        assert stats["prefill_tokens"] == prefilled
-        found, generated = stats["shared_tokens"], generated + 13
-        assert stats["generated_tokens"] == generated
-        known = len(prompt) + 13 - 1
-        prompt = [*prompt, *answer.token_ids, *environment]
-        before = stats
-        (again,) = generate_all(engine, [prompt], max_new_tokens=1)
-        stats = engine.stats()
-        shared = min(known, len(prompt) - 1)
-        assert stats["shared_tokens"] - before["shared_tokens"] == shared
-        assert stats["prefill_tokens"] - before["prefill_tokens"] == len(prompt) - shared
-        assert stats["new_tokens"] - before["new_tokens"] == len(prompt) - shared
-        assert_sampled_by(model, prompt, again)
-        prefilled, found, generated = stats["prefill_tokens"], stats["shared_tokens"], generated + 1
-    assert idle(engine)
-    assert stats["kept_tokens"] > 0
-    engine.close()
 
 
 @pytest.mark.parametrize("budget", [1024, 32])
@@ -69,7 +43,6 @@ def test_a_group_computes_its_prompt_once(tokenizer, model, budget):
     for answer in answers:
         assert_sampled_by(model, prompt, answer)
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
-    engine.close()
 
 
 def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
@@ -85,7 +58,6 @@ def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
     for answer in asyncio.run(run()):
         assert_sampled_by(model, prompt, answer)
     assert engine.stats()["prefill_tokens"] < 2 * 400
-    engine.close()
 
 
 def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
@@ -103,7 +75,6 @@ def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
         return answer
 
     assert_sampled_by(model, prompt, asyncio.run(run()))
-    engine.close()
 
 
 @few_or_many(3, 15)
@@ -118,17 +89,20 @@ def once_each(tokenizer, model, turns, start):
     engine = endless(model, tokenizer)
     # They begin otherwise from the first token on: nothing can be found of another.
     conversations = [[4 + i, *prompt[1:]] for i, prompt in enumerate(prompts(5, length=start))]
-    new = 5 * start
+    new, asked, generated = 5 * start, 0, 0
     for index, (length, said) in enumerate(turns):
         answers = generate_all(engine, conversations, max_new_tokens=length)
-        for prompt, answer in zip(conversations, answers, strict=True):
-            assert_sampled_by(model, prompt, answer)
-        assert engine.stats()["prefill_tokens"] == engine.stats()["new_tokens"] == new
+        assert_all_sampled_by(model, conversations, answers)
+        stats = engine.stats()
+        assert stats["prefill_tokens"] == stats["new_tokens"] == new
+        asked, generated = asked + sum(map(len, conversations)), generated + 5 * length
+        assert (stats["shared_tokens"], stats["generated_tokens"]) == (asked - new, generated)
         conversations = [
             [*prompt, *answer.token_ids, *[4 + index] * said]
             for prompt, answer in zip(conversations, answers, strict=True)
         ]
         new += 5 * (1 + said)  # the last token of an answer never went through the model
+    assert idle(engine)
     engine.close()
 
 
@@ -138,14 +112,10 @@ def test_all_that_go_on_with_one_answer_find_it(tokenizer, model):
     (answer,) = generate_all(engine, [prompt], max_new_tokens=7)
     branches = [[*prompt, *answer.token_ids, *[said] * 9] for said in (5, 6, 7)]
     before = engine.stats()
-    for branch, again in zip(
-        branches, generate_all(engine, branches, max_new_tokens=20), strict=True
-    ):
-        assert_sampled_by(model, branch, again)
+    sampled(engine, model, branches, max_new_tokens=20)
     found = engine.stats()["shared_tokens"] - before["shared_tokens"]
     assert found == 3 * (20 + 7 - 1)
     asyncio.run(until(lambda: idle(engine)))
-    engine.close()
 
 
 def test_what_is_kept_leaves_with_an_update(tokenizer, model):
@@ -162,17 +132,6 @@ def test_what_is_kept_leaves_with_an_update(tokenizer, model):
     # The answer's last token and the next; the rest was computed under the weights before.
     assert stats["new_tokens"] - before["new_tokens"] == 2
     assert stats["prefill_tokens"] - before["prefill_tokens"] == 8
-    engine.close()
-
-
-def test_an_update_has_prompts_computed_again(engine):
-    requests = prompts(3, length=40)
-    generate_all(engine, requests, max_new_tokens=1)
-    engine.update_weights()
-    assert engine.stats()["kept_tokens"] == 0
-    generate_all(engine, requests, max_new_tokens=1)
-    assert engine.stats()["prefill_tokens"] == 2 * 3 * 40
-    assert engine.stats()["shared_tokens"] == 0
 
 
 @few_or_many(5, 15)
@@ -192,8 +151,7 @@ def as_trees(tokenizer, model, paths):
     # Of a prompt that came again, its last token may be computed again.
     assert least <= engine.stats()["prefill_tokens"] <= len(nodes) * BRANCH + len(requests)
     engine.close()
-    for prompt, answer in zip(requests, answers, strict=True):
-        assert_sampled_by(model, prompt, answer)
+    assert_all_sampled_by(model, requests, answers)
 
 
 def test_without_prefix_sharing_every_prompt_is_computed(tokenizer, model):
@@ -202,7 +160,6 @@ def test_without_prefix_sharing_every_prompt_is_computed(tokenizer, model):
     stats = engine.stats()
     assert stats["prefill_tokens"] == 3 * 40
     assert stats["shared_tokens"] == stats["kept_tokens"] == 0
-    engine.close()
 
 
 def test_an_idle_engine_counts_nothing(engine):
@@ -222,16 +179,6 @@ def test_what_was_used_longest_ago_leaves_first(tokenizer, model):
     assert engine.stats()["shared_tokens"] == 7 * 80
     generate_all(engine, [old], max_new_tokens=1)
     assert engine.stats()["shared_tokens"] == 7 * 80
-    engine.close()
-
-
-def test_of_a_prompt_its_end_leaves_first(tokenizer, model):
-    engine = endless(model, tokenizer, cache_tokens=256)
-    long, short = prompts(1, length=161)[0], prompts(2, length=121)[1]
-    for request in (long, short, long):
-        generate_all(engine, [request], max_new_tokens=1)
-    assert 0 < engine.stats()["shared_tokens"] < 160
-    engine.close()
 
 
 @few_or_many(15, 60)
@@ -253,11 +200,7 @@ def test_no_pass_and_no_cache_is_larger_than_it_may_be(
 
     monkeypatch.setattr(engine._model, "forward", forward)
     requests = [p[: 1 + 3 * (i % 20)] for i, p in enumerate(prompts(examples, length=60))] * 2
-    for prompt, answer in zip(
-        requests, generate_all(engine, requests, max_new_tokens=30), strict=True
-    ):
-        assert_sampled_by(model, prompt, answer)
-    engine.close()
+    sampled(engine, model, requests, max_new_tokens=30)
 
 
 def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
@@ -281,7 +224,6 @@ def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
     asyncio.run(run())
     assert order == [0, 1, 2]
     assert engine.stats()["prefill_tokens"] > 60  # Some left, and were computed again.
-    engine.close()
 
 
 def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, model):
@@ -311,7 +253,6 @@ def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, 
     assert_sampled_by(model, prompts(1, length=900)[0], asyncio.run(run()))
     # It needs 29 steps, of half the budget each; a step answers one short prompt or two.
     assert len(answered) < 1000
-    engine.close()
 
 
 def test_memory_is_free_as_soon_as_it_is_dropped(tokenizer, model):
@@ -328,4 +269,3 @@ def test_memory_is_free_as_soon_as_it_is_dropped(tokenizer, model):
         assert memory() is None
     finally:
         gc.enable()
-    engine.close()

@@ -164,7 +164,6 @@ def test_a_stop_string_cuts_an_answer_and_changes_nothing_before(model, tokenize
         return await answers
 
     whole, cut = asyncio.run(ask()), asyncio.run(ask(stop=strings))
-    engine.close()
     sizes = []
     for plain, answer in zip(whole, cut, strict=True):
         size, found = ended(plain.token_ids, strings, partial(decode, tokenizer))

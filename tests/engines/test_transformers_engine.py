@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import math
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,28 +17,15 @@ from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
 
 from .helpers import (
-    assert_sampled_by,
     changed_copy,
     endless,
     generate_all,
-    held,
     idle,
-    plain_log_probs,
     prompts,
+    sampled,
+    started,
     until,
 )
-
-
-def test_the_models_own_mode_and_attention_are_left_alone(model, tokenizer):
-    model.train()
-    model.config.attention_dropout = 0.5
-    before = model.config._attn_implementation
-    engine = TransformersEngine(model, tokenizer)
-    (answer,) = generate_all(engine, prompts(1))
-    assert model.training
-    assert model.config._attn_implementation == before
-    engine.close()
-    assert_sampled_by(model, prompts(1)[0], answer)  # dropout did not act while sampling
 
 
 def test_shared_weights_are_the_models_own(engine, model):
@@ -53,34 +41,7 @@ def test_weights_changed_in_place_take_effect_with_an_update(engine, model):
         for parameter in model.parameters():
             parameter.mul_(1.1)
     engine.update_weights(model)
-    for prompt, answer in zip(requests, generate_all(engine, requests), strict=True):
-        assert_sampled_by(model, prompt, answer)
-
-
-def test_an_update_splits_answers_under_way(tokenizer, model):
-    engine = endless(model, tokenizer, share_weights=False)
-    changed = changed_copy(model)
-    requests = prompts(8, length=30)
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=150)) for p in requests]
-        await until(lambda: engine.stats()["generated_tokens"] >= 8 * 20)
-        await asyncio.to_thread(engine.update_weights, changed)
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(run())
-    engine.close()
-    for prompt, answer in zip(requests, answers, strict=True):
-        versions = torch.tensor(answer.versions)
-        assert len(answer.token_ids) == 150
-        assert set(answer.versions) == {0, 1}
-        assert versions.diff().min() >= 0
-        expected = torch.where(
-            versions == 0,
-            plain_log_probs(model, prompt, answer),
-            plain_log_probs(changed, prompt, answer),
-        )
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
+    sampled(engine, model, requests)
 
 
 def test_an_answer_that_waits_to_be_read_keeps_its_version(tokenizer, model):
@@ -88,7 +49,7 @@ def test_an_answer_that_waits_to_be_read_keeps_its_version(tokenizer, model):
     changed = changed_copy(model)
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=4)) for p in prompts(5)]
+        tasks = started(engine, prompts(5), max_new_tokens=4)
         await asyncio.sleep(0)
         while not idle(engine):
             time.sleep(0.001)  # without the loop: answers arrive and are not read
@@ -96,81 +57,20 @@ def test_an_answer_that_waits_to_be_read_keeps_its_version(tokenizer, model):
         return await asyncio.gather(*tasks)
 
     assert {v for answer in asyncio.run(run()) for v in answer.versions} == {0}
-    engine.close()
-
-
-def test_a_request_that_waits_to_be_scheduled_gets_the_new_version(tokenizer, model):
-    engine = TransformersEngine(model, tokenizer, share_weights=False)
-    generate_all(engine, prompts(1))
-    changed = changed_copy(model)
-    requests = prompts(5)
-
-    async def run():
-        with held(engine) as let_go:
-            tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=4)) for p in requests]
-            await until(lambda: engine.stats()["waiting"] == 5)
-            update = asyncio.create_task(asyncio.to_thread(engine.update_weights, changed))
-            let_go()
-        await update
-        return await asyncio.gather(*tasks)
-
-    for prompt, answer in zip(requests, asyncio.run(run()), strict=True):
-        # The update came before the first step, or after some; in either case the stamps are right.
-        old, new = plain_log_probs(model, prompt, answer), plain_log_probs(changed, prompt, answer)
-        expected = torch.where(torch.tensor(answer.versions) == 0, old, new)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
-    engine.close()
-
-
-@pytest.mark.parametrize("how", [pytest.param("update", marks=pytest.mark.slow), "cancel"])
-def test_a_full_cache_is_no_dead_end(tokenizer, model, how):
-    engine = endless(model, tokenizer, cache_tokens=512, share_weights=False)
-    changed = changed_copy(model)
-    requests = prompts(16, length=20)
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=100)) for p in requests]
-        await until(lambda: engine.stats()["running"] and engine.stats()["waiting"])
-        if how == "update":
-            engine.update_weights(changed)
-        else:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            tasks = [asyncio.create_task(engine.generate(requests[0]))]
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(run())
-    engine.close()
-    for prompt, answer in zip(requests, answers, strict=False):
-        old, new = plain_log_probs(model, prompt, answer), plain_log_probs(changed, prompt, answer)
-        expected = torch.where(torch.tensor(answer.versions) == 0, old, new)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=0)
 
 
 def test_weights_are_taken_in_every_form_that_has_them(tokenizer):
     model = tiny_chat_model("a b", hidden_size=32)[0]
     assert model.lm_head.weight is model.model.embed_tokens.weight  # tied
     changed = changed_copy(model)
-    for source in (
-        changed,
-        changed.state_dict(),
-        dict(changed.named_parameters()),
-        TensorDict.from_module(changed),
-    ):
+    named, state = dict(changed.named_parameters()), changed.state_dict()
+    for source in (changed, state, named, TensorDict.from_module(changed), None):
         engine = TransformersEngine(model, tokenizer, share_weights=False)
+        if source is None:  # the weights of the model that the engine was made of
+            model.load_state_dict(state)
+            assert not torch.equal(engine._model.lm_head.weight, model.lm_head.weight)
         engine.update_weights(source)
-        for own, given in zip(engine._model.parameters(), changed.parameters(), strict=True):
-            assert torch.equal(own, given)
-
-
-def test_without_a_source_the_weights_are_those_of_the_engines_model(tokenizer, model):
-    engine = TransformersEngine(model, tokenizer, share_weights=False)
-    with torch.no_grad():
-        model.lm_head.weight.add_(1)
-    assert not torch.equal(engine._model.lm_head.weight, model.lm_head.weight)
-    engine.update_weights()
-    assert torch.equal(engine._model.lm_head.weight, model.lm_head.weight)
+        assert all(map(torch.equal, engine._model.parameters(), changed.parameters()))
 
 
 def test_answers_to_a_closed_loop_are_dropped(tokenizer, model):
@@ -186,9 +86,7 @@ def test_answers_to_a_closed_loop_are_dropped(tokenizer, model):
     loop.close()
     assert not task.done()
     asyncio.run(until(lambda: idle(engine)))
-    (answer,) = generate_all(engine, prompts(1))
-    assert_sampled_by(model, prompts(1)[0], answer)
-    engine.close()
+    sampled(engine, model, prompts(1))
 
 
 def test_an_update_holds_up_only_what_needs_the_engine(engine, monkeypatch):
@@ -214,29 +112,6 @@ def test_an_update_holds_up_only_what_needs_the_engine(engine, monkeypatch):
     assert set(asyncio.run(run()).versions) == {1}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "kwargs", "error", "message"),
-    [
-        ({"input_ids": [5]}, {}, TypeError, "take .'input_ids'."),
-        ([5], {"typical_p": 0.1}, TypeError, r"takes no \['typical_p'\]: .* one may set .*min_p"),
-        ([5], {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
-        ([5], {"top_p": 0.0}, ValueError, r"top_p must be a number in \(0, 1\], got 0.0"),
-        (
-            [5],
-            {"temperature": float("nan")},
-            ValueError,
-            "temperature must be a number in .*got nan",
-        ),
-        ([5], {"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
-        ([5], {"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
-        ([5], {"stop_token_ids": ["<end>"]}, TypeError, "stop_token_ids must be a flat sequence"),
-    ],
-)
-def test_bad_requests_are_refused(engine, prompt, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        generate_all(engine, [prompt], **kwargs)
-
-
 def test_a_step_that_fails_is_reported_and_the_next_is_taken(engine, model, monkeypatch):
     def die(*args, **kwargs):
         raise ArithmeticError("out of everything")
@@ -247,8 +122,7 @@ def test_a_step_that_fails_is_reported_and_the_next_is_taken(engine, model, monk
     assert isinstance(caught.value.__cause__, ArithmeticError)
     asyncio.run(until(lambda: idle(engine)))
     monkeypatch.undo()
-    for prompt, answer in zip(prompts(5), generate_all(engine, prompts(5)), strict=True):
-        assert_sampled_by(model, prompt, answer)
+    sampled(engine, model, prompts(5))
 
 
 def test_no_request_is_left_without_an_answer_when_steps_fail(engine, monkeypatch):
@@ -267,16 +141,39 @@ def test_no_request_is_left_without_an_answer_when_steps_fail(engine, monkeypatc
     asyncio.run(until(lambda: idle(engine)))
 
 
-def test_bad_engines_are_refused(model, tokenizer):
-    with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
-        TransformersEngine(torch.nn.Linear(1, 1), tokenizer)
-    with pytest.raises(ValueError, match="cache_tokens must be positive, got 0"):
-        TransformersEngine(model, tokenizer, cache_tokens=0)
-    endless = copy.deepcopy(tokenizer)
-    endless.eos_token = None
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"typical_p": 0.1}, TypeError, r"takes no \['typical_p'\]: .* one may set .*min_p"),
+        ({"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
+        ({"top_p": 0.0}, ValueError, r"top_p must be a number in \(0, 1\], got 0.0"),
+        ({"temperature": float("nan")}, ValueError, "temperature must be a number in .*got nan"),
+        ({"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
+        ({"stop_token_ids": ["<end>"]}, TypeError, "stop_token_ids must be a flat sequence"),
+    ],
+)
+def test_bad_requests_are_refused(engine, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        generate_all(engine, [[5]], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"model": torch.nn.Linear(1, 1)}, TypeError, "PreTrainedModel, got Linear"),
+        ({"cache_tokens": 0}, ValueError, "cache_tokens must be positive, got 0"),
+        ({"tokenizer": SimpleNamespace(eos_token_id=None)}, ValueError, "end-of-turn token"),
+        ({"tokenizer": None}, TypeError, r"tokenizer must be .* got None"),
+        ({"top_p": 2.0}, ValueError, r"top_p must be .* got 2.0"),
+        ({"top_k": -2}, ValueError, "top_k must be .* got -2"),
+        ({"temperature": math.inf}, ValueError, "temperature must be .* got inf"),
+    ],
+)
+def test_bad_engines_are_refused(model, tokenizer, wrong, error, message):
     model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="end-of-turn token"):
-        TransformersEngine(model, endless)
+    with pytest.raises(error, match=message):
+        TransformersEngine(**{"model": model, "tokenizer": tokenizer, **wrong})
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from .helpers import (
     idle,
     plain_log_probs,
     prompts,
+    started,
     until,
 )
 
@@ -113,7 +114,7 @@ def test_a_kept_cache_goes_on_and_versions_stay_exact(tokenizer, model):
     uniform = -torch.tensor(26.0).log()
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate(p, max_new_tokens=200)) for p in requests]
+        tasks = started(engine, requests, max_new_tokens=200)
         await until(lambda: engine.stats()["generated_tokens"] >= 120)
         await asyncio.to_thread(engine.update_weights, zeroed, keep_cache=True)
         assert not any(task.done() for task in tasks)
@@ -132,7 +133,6 @@ def test_a_kept_cache_goes_on_and_versions_stay_exact(tokenizer, model):
     engine.update_weights(zeroed)
     asyncio.run(engine.generate(requests[0], max_new_tokens=1))
     assert engine.stats()["prefill_tokens"] == stats["prefill_tokens"] + 1 + 40
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -169,7 +169,6 @@ def test_an_update_that_fails_half_way_leaves_nothing_stale(model, tokenizer):
     answer = asyncio.run(engine.generate(prompt))
     assert set(answer.versions) == {1}
     assert_sampled_by(engine._model, prompt, answer)
-    engine.close()
 
 
 def test_a_model_that_gives_no_numbers_fails_the_request(model, tokenizer):
@@ -181,4 +180,3 @@ def test_a_model_that_gives_no_numbers_fails_the_request(model, tokenizer):
         asyncio.run(engine.generate([5]))
     with pytest.raises(ValueError, match="its logits are not numbers"):
         TransformersEngine(model, tokenizer)
-    engine.close()

@@ -242,19 +242,6 @@ def test_an_open_session_is_shared_and_used_where_it_was_opened(opens, opened):
     assert (opened.now, opened.ever) == (0, 1)
 
 
-def test_a_session_of_a_coroutine_that_collects_in_a_thread(opens):
-    async def main():
-        async with opens() as client:
-            session = client.session
-            assert isinstance(session, ClientSession)
-            env = env_with(session)
-            return await asyncio.to_thread(collect, env)
-
-    rewards, stats, _ = asyncio.run(main())
-    assert rewards == [0.0, 1.0] * 4
-    assert stats["rejected"] == 0
-
-
 def test_a_session_is_used_directly_in_its_own_loop(opens):
     async def main():
         async with opens() as session:
@@ -432,20 +419,6 @@ async def session_of_program():
 def test_a_program_for_every_episode(opener):
     rewards, stats, _ = collect(env_with(MCPTools(opener)), episodes=3)
     assert rewards == [0.0, 1.0] * 3
-    assert stats["rejected"] == 0
-    wait_until(lambda: not servers())
-
-
-@pytest.mark.slow
-def test_a_program_that_all_episodes_share():
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(Client(PROGRAM)) as session,
-    ):
-        env = portal.call(lambda: env_with(session))
-        rewards, stats, _ = collect(env, episodes=6)
-        assert len(servers()) == 1
-    assert rewards == [0.0, 1.0] * 6
     assert stats["rejected"] == 0
     wait_until(lambda: not servers())
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader, IterableDataset
 from torchrl.data import Unbounded
 from torchrl.data.llm import History
@@ -33,11 +32,12 @@ from torchrl.envs.llm.transforms import (
     XMLBlockParser,
 )
 from torchrl.envs.utils import check_env_specs
-from transformers import PreTrainedTokenizerFast
 
+from tests.chat.families import QWEN25
+from tests.chat.families_in_play import tokenizer_of
+from tests.collectors.scripted import ScriptedEngine
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.engines import Completion
 from torchrl_mt.envs import ChatEnvAdapter, calculate
 from torchrl_mt.envs.torchrl_data import with_entries
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -167,21 +167,10 @@ def test_tools_and_rewards_of_a_whole_episode(adapter):
     step = env.step("<think>easy</think><answer>4</answer>")
     assert step.messages == ()
     assert (step.reward, step.terminated) == (1.0, True)
-    assert step.info == {
-        "reward_answer": 1.0,
-        "reward_think": 1.0,
-        "reward_right": 1.0,
-        "success": True,
-    }
+    parts = dict.fromkeys(["reward_answer", "reward_think", "reward_right"], 1.0)
+    assert step.info == {**parts, "success": True}
     with pytest.raises(RuntimeError, match="reset"):
         env.step("again")
-
-
-def test_a_wrong_answer_ends_the_episode_with_the_rewards_of_the_environment(adapter):
-    env = adapter(tutor)
-    env.reset(ITEMS[3])
-    step = env.step("<answer>5</answer>")
-    assert (step.reward, step.terminated) == (pytest.approx(0.1), True)
 
 
 def test_a_step_limit_truncates(adapter):
@@ -231,8 +220,7 @@ def test_numbers_of_the_data_are_tensors_and_rewards_are_summed(adapter):
     env = adapter(lambda: ChatEnv().append_transform(ByteRatio()), reward_key=("stats", "many"))
     env.reset({"query": "hello", "budget": 4})
     step = env.step("abc")
-    assert step.reward == 0.0
-    assert step.info == {"stats/share": 0.75}
+    assert (step.reward, step.info) == (0.0, {"stats/share": 0.75})
 
 
 def test_the_conversation_is_that_of_torchrl(adapter):
@@ -457,43 +445,27 @@ class NeedsLogProbs(Transform):
         super().__init__(in_keys=[("log_probs", "full")], out_keys=["reward"])
 
 
+def with_transform(kind):
+    return lambda: ChatEnv().append_transform(kind())
+
+
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [
         (lambda: ChatEnv(batch_size=(2,)), ValueError, r"batch size \[1\].*got \[2\]"),
-        (
-            lambda: ChatEnv(input_mode="text", tokenizer=tiny_chat_tokenizer("a")),
-            ValueError,
-            "input_mode='history', got 'text'",
-        ),
+        (lambda: text_mode(), ValueError, "input_mode='history', got 'text'"),
         (TicTacToeEnv, ValueError, "input_mode='history', got None"),
-        (
-            lambda: ChatEnv().append_transform(KLComputation()),
-            ValueError,
-            "KLComputation needs tokens or log-probabilities",
-        ),
-        (
-            lambda: ChatEnv().append_transform(NeedsLogProbs()),
-            ValueError,
-            "NeedsLogProbs needs tokens or log-probabilities",
-        ),
+        (with_transform(KLComputation), ValueError, "KLComputation needs tokens or log-prob"),
+        (with_transform(NeedsLogProbs), ValueError, "NeedsLogProbs needs tokens or log-prob"),
         (lambda: "env", TypeError, "factory must make a TorchRL environment, got str"),
+        (3, TypeError, "factory must be a callable"),
+        ("ChatEnv", TypeError, "factory must be a callable"),
+        (ChatEnv(), TypeError, "got ChatEnv: pass lambda"),
     ],
 )
 def test_environments_that_text_cannot_play_in_are_refused(adapter, factory, error, message):
     with pytest.raises(error, match=message):
         adapter(factory).reset("hello")
-
-
-@pytest.mark.parametrize("factory", [3, "ChatEnv"])
-def test_a_factory_is_called(factory):
-    with pytest.raises(TypeError, match="factory must be a callable"):
-        ChatEnvAdapter(factory)
-
-
-def test_an_environment_is_no_factory():
-    with pytest.raises(TypeError, match=r"got ChatEnv: pass lambda"):
-        ChatEnvAdapter(ChatEnv())
 
 
 class Closing(Transform):
@@ -675,23 +647,6 @@ def test_a_copy_shares_the_factory_and_nothing_else(adapter):
     assert not env.step("hi").done
 
 
-def test_episodes_run_in_threads_of_their_own():
-    def play(k, results):
-        env = ChatEnvAdapter(tutor)
-        env.reset({"query": "?", "answer": f"#### {k}"})
-        message = env.step(f"```python\nprint({k})\n```").messages[0]["content"]
-        results[k] = (message.split()[-1], env.step(f"<answer>{k}</answer>").reward)
-        env.close()
-
-    results = {}
-    threads = [threading.Thread(target=play, args=(k, results)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {k: (str(k), 1.0) for k in range(8)}
-
-
 # TorchRL's own check
 
 
@@ -708,58 +663,24 @@ def test_what_carries_the_data_keeps_to_the_specs(transform):
     check_env_specs(with_entries(env, data))
 
 
-@pytest.mark.parametrize("transform", [None, GSM8KRewardParser])
-def test_the_environments_of_these_tests_keep_to_their_specs(transform):
-    env = DatasetChatEnv.from_dataloader(
-        DataLoader(ITEMS), batch_size=(1,), input_mode="text", tokenizer=tiny_chat_tokenizer("a b")
-    )
-    check_env_specs(env if transform is None else env.append_transform(transform()))
-
-
 # The collector
 
 
-class Engine:
-    """Answers by a rule on the text of the prompt."""
+def engine_of(rule):
+    """An engine that answers by a rule on the text of the prompt."""
+    tokenizer = tokenizer_of(QWEN25)
 
-    version = 0
+    def answer(prompt_ids):
+        text = rule(tokenizer.decode(prompt_ids)) + QWEN25.stop
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def __init__(self, rule):
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        words = ["<pad>", "<end>", *(f"<{r}>" for r in ("system", "user", "assistant", "tool"))]
-        backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words + alphabet)}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-        self.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            pad_token="<pad>",
-            eos_token="<end>",
-            additional_special_tokens=words[2:],
-        )
-        self.tokenizer.chat_template = (
-            "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-            "{% if add_generation_prompt %}<assistant>{% endif %}"
-        )
-        self.rule = rule
-        self.calls = []
-
-    async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
-        prompt = self.tokenizer.decode(prompt_ids)
-        ids = self.tokenizer(self.rule(prompt) + "<end>")["input_ids"]
-        self.calls.append((prompt, list(prompt_ids), ids))
-        return Completion(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
-
-    def update_weights(self, source):
-        return 0
-
-    def close(self):
-        pass
+    return ScriptedEngine(tokenizer, answer)
 
 
 def compute_then_answer(prompt):
     """Run the sum once, then answer what the interpreter printed, or wrongly about 3."""
     printed = prompt.partition("successfully:\n")[2].partition("\n")[0]
-    asked = prompt.partition("<user>")[2].partition(" ")[0]
+    asked = prompt.partition("user\n")[2].partition(" ")[0]
     if not printed:
         return SUM.format(asked)
     return f"<answer>{9 if asked == '3' else printed}</answer>"
@@ -767,7 +688,7 @@ def compute_then_answer(prompt):
 
 def test_the_collectors_ledger_of_a_chat_environment():
     before = set(children())
-    engine = Engine(compute_then_answer)
+    engine = engine_of(compute_then_answer)
     env = ChatEnvAdapter(lambda: tutor(persistent=True))
     with MultiTurnCollector(
         env,
@@ -786,12 +707,14 @@ def test_the_collectors_ledger_of_a_chat_environment():
     assert (batch["group"] % 1_000_000).tolist() == [0] * 4 + [1] * 4
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     responses = batch.get(("tokens", "response"), as_list=True)
-    seen = sorted((prompt, ids) for _, prompt, ids in engine.calls)
+    seen = sorted((prompt, answer.token_ids) for prompt, answer in engine.calls)
     written = zip(prompts, responses, strict=True)
     assert sorted((p.tolist(), r.tolist()) for p, r in written) == seen
     assert engine.tokenizer.decode(torch.cat([prompts[1], responses[1]])) == (
-        "<system>Use python.<end><user>2 + 1?<end><assistant>```python\nprint(2 + 1)\n```<end>"
-        "<tool>Code block 1 executed successfully:\n3\n<end><assistant><answer>3</answer><end>"
+        "<|im_start|>system\nUse python.<|im_end|>\n<|im_start|>user\n2 + 1?<|im_end|>\n"
+        "<|im_start|>assistant\n```python\nprint(2 + 1)\n```<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\nCode block 1 executed successfully:\n3\n\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<answer>3</answer><|im_end|>"
     )
     infos = [info["success"] for info in batch.get("info").tolist()]
     assert infos == [False, True, False, True, False, False, False, False]
@@ -803,7 +726,7 @@ def test_the_collector_without_data_goes_through_the_environments_data_set():
         env = ChatEnv.from_dataloader(DataLoader(ITEMS, shuffle=True), batch_size=(1,))
         return env.append_transform(PythonInterpreter()).append_transform(GSM8KRewardParser())
 
-    engine = Engine(compute_then_answer)
+    engine = engine_of(compute_then_answer)
     with MultiTurnCollector(
         ChatEnvAdapter(factory), engine, episodes_per_batch=10, group_size=2, total_episodes=10
     ) as collector:

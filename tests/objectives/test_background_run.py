@@ -9,12 +9,7 @@ from tests.adapters import lora
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import (
-    ExperienceMaker,
-    ExperiencePipeline,
-    MultiTurnLoss,
-    row_log_probs,
-)
+from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss, row_log_probs
 from torchrl_mt.testing import tiny_chat_model
 
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]

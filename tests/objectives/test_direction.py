@@ -254,10 +254,7 @@ def test_a_critic_is_exact_or_lmbda_is_1(kind, seed, lmbda):
 
 @pytest.mark.parametrize("kind", CRITIC_KINDS)
 def test_a_wrong_critic_can_point_downhill(kind):
-    late = {
-        (): (0, [0.0, 0.6], [False, True]),
-        (0,): (1, [1.0, 1.0], [True, True]),
-    }
+    late = {(): (0, [0.0, 0.6], [False, True]), (0,): (1, [1.0, 1.0], [True, True])}
     world = World([late], [2, 2])
     untrained = Table(torch.zeros(5))
     assert world.gradient()[0] < 0

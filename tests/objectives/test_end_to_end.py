@@ -7,11 +7,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
-from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss
 
 from tests.faulty_server import running
 from tests.objectives.rewards.reward_server import RewardServer
+from tests.scoring.helpers import DEVICES
 from tests.tiers import pairs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -32,13 +31,6 @@ from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ),
-]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
 
@@ -192,26 +184,6 @@ def test_every_correction_trains(experience, actor, correction, sequence):
     assert out["correction_ess"] > 0
 
 
-def test_the_hosts_grpo_loss_is_ppo_with_token_mean(experience, chat, actor):
-    ours = MultiTurnLoss(actor, objective="ppo", aggregation="token_mean", clip_epsilon=0.2)
-    wrapper = TransformersWrapper(
-        actor, tokenizer=chat[1], input_mode="tokens", generate=False, pad_output=True
-    )
-    theirs = GRPOLoss(
-        wrapper,
-        masking_strategy="rlhf",
-        clip_epsilon=0.2,
-        entropy_bonus=False,
-        kl_to_ref_coeff=None,
-    )
-    theirs.set_keys(sample_log_prob=("log_probs", "old"))
-    mine, host = ours(experience.clone()), theirs(experience.clone())
-    assert 0 < mine["clip_fraction"] < 1
-    torch.testing.assert_close(
-        mine["loss_objective"], host.loss_objective.reshape(()), atol=1e-5, rtol=1e-5
-    )
-
-
 def test_labels_and_references_come_from_the_items_of_data(chat):
     pytest.importorskip("httpx")
     model, tokenizer = chat
@@ -245,8 +217,7 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
     with running(RewardServer()) as server:
         judge = RemoteReward(server.url, tokenizer, name="judge")
         maker = ExperienceMaker(
-            model,
-            reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]},
+            model, reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]}
         )
         shaped = maker(rows.clone())["rewards", "shaped"]
         (sent,) = server.seen

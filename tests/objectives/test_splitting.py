@@ -57,12 +57,7 @@ def test_parts_are_balanced_and_keep_what_they_must(lengths, num_parts, keep):
     assert max(map(tokens, parts)) <= tokens(rows) / num_parts + largest
 
 
-@given(
-    LENGTHS,
-    st.none() | st.integers(1, 4),
-    st.none() | st.integers(1, 20),
-    st.booleans(),
-)
+@given(LENGTHS, st.none() | st.integers(1, 4), st.none() | st.integers(1, 20), st.booleans())
 def test_micro_batches_stay_within_their_limits(lengths, size, most, packed):
     parts = micro_batches(
         rows_of(lengths),

@@ -7,19 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.scoring.helpers import INPUTS, entries
+from tests.settings import grouped
 from torchrl_mt.objectives import MultiTurnLoss, Passes, row_values
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.output_head import WHOLE_ONLY, OutputStates, output_states
-
-INPUTS = {
-    "input_ids": torch.arange(3, 21).view(3, 6),
-    "attention_mask": torch.ones(3, 6, dtype=torch.long),
-}
-
-
-def entries(rows):
-    masks = rows["masks"]
-    return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
 
 
 class Around(nn.Module):
@@ -107,13 +99,9 @@ def test_packed_logits_of_another_shape_are_refused_by_both_shapes(model, rows, 
 def test_an_output_without_logits_is_refused_by_its_type(
     model, rows, packed, full_logits, change, kind
 ):
+    actor, options = Around(model, change), {"packed": packed, "full_logits": full_logits}
     with pytest.raises(TypeError, match=f"logits.* got {kind}"):
-        row_log_probs(
-            Around(model, change),
-            *entries(rows()),
-            passes=Passes(packed=packed),
-            full_logits=full_logits,
-        )
+        row_log_probs(actor, *entries(rows()), **grouped(**options))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,22 +1,16 @@
 """Rows with images are scored as transformers scores each of them alone, padded or packed."""
 
 import copy
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 from tensordict import NonTensorData
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from tests.objectives.conftest import make_model
-from tests.scoring.vision_rows import (
-    FAMILIES,
-    by_transformers,
-    entries,
-    rows_with_images,
-    vl_model,
-)
+from tests.scoring.helpers import attention_over_lengths, close, entries
+from tests.scoring.vision_rows import FAMILIES, by_transformers, rows_with_images, vl_model
 from tests.settings import grouped
 from tests.tiers import first_fast, some_fast
 from torchrl_mt.objectives import Passes
@@ -39,15 +33,11 @@ FORMS = [
     {"packed": True, "full_logits": True},
 ]
 FEW = [("qwen3_vl", True), ("llava", False)]
-close = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def scores(model, rows, **options):
     return row_log_probs(
-        model,
-        *entries(rows),
-        images=RowImages.of(rows),
-        **grouped(with_entropy=True, **options),
+        model, *entries(rows), images=RowImages.of(rows), **grouped(with_entropy=True, **options)
     )
 
 
@@ -60,8 +50,7 @@ def test_rows_are_scored_as_transformers_scores_them_alone(family, seed):
         expected = by_transformers(model, rows, alone, temperature=0.7)
         for form in FORMS:
             got = scores(model, rows, temperature=0.7, **form)
-            for a, b in zip(got, expected, strict=True):
-                torch.testing.assert_close(a.double(), b, **close)
+            close([x.double() for x in got], expected)
 
 
 @pytest.mark.parametrize(("family", "packed"), some_fast(FEW, product(FAMILIES, [True, False])))
@@ -88,9 +77,7 @@ def test_scores_follow_rows_that_are_shuffled_and_repeated(family):
     with torch.no_grad():
         expected = scores(model, rows)[0][order]
         for packed in (False, True):
-            torch.testing.assert_close(
-                scores(model, rows[order], packed=packed)[0], expected, **close
-            )
+            close([scores(model, rows[order], packed=packed)[0]], [expected])
 
 
 @pytest.mark.parametrize("family", some_fast(["qwen2_5_vl", "llava"], FAMILIES))
@@ -103,10 +90,9 @@ def test_rows_without_images_are_scored_without_pixels(family):
     with torch.no_grad():
         expected = by_transformers(model, rows, alone)
         for packed in (False, True):
-            packing_fault(model, rows["tokens", "full"])
+            assert packing_fault(model, rows["tokens", "full"]) is None
             called.clear()
-            for a, b in zip(scores(model, rows, packed=packed), expected, strict=True):
-                torch.testing.assert_close(a.double(), b, **close)
+            close([x.double() for x in scores(model, rows, packed=packed)], expected)
             assert not called
     handle.remove()
 
@@ -148,7 +134,7 @@ def test_values_see_the_images(family):
             got = row_values(
                 critic, tokens, attended, sampled, images=RowImages.of(rows), **grouped(**form)
             )
-            torch.testing.assert_close(got, expected, **close)
+            close([got], [expected])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -179,25 +165,18 @@ def test_barred_tokens_have_no_probability_and_no_gradient(softcap):
             entropy = -(log_p.exp() * log_p).sum(-1)
             log_prob = log_p.gather(-1, torch.searchsorted(kept, target)[:, None]).squeeze(-1)
         elif way == 1:
+            options = {"temperature": 0.7, "with_entropy": True, "barred": barred}
             log_prob, entropy = linear_log_probs(
-                h, w, target, scale=0.5, softcap=softcap, temperature=0.7, with_entropy=True,
-                barred=barred,
-            )  # fmt: skip
-        else:
-            log_prob, entropy = log_probs_at(
-                logits(h, w),
-                torch.arange(5),
-                target,
-                temperature=0.7,
-                with_entropy=True,
-                barred=barred,
+                h, w, target, scale=0.5, softcap=softcap, **options
             )
+        else:
+            options = {"temperature": 0.7, "with_entropy": True, "barred": barred}
+            log_prob, entropy = log_probs_at(logits(h, w), torch.arange(5), target, **options)
         (log_prob.square().sum() + entropy.square().sum()).backward()
         assert not w.grad[barred].any()
         out.append((log_prob, entropy, h.grad, w.grad))
-    for found in out[1:]:
-        for a, b in zip(found, out[0], strict=True):
-            torch.testing.assert_close(a, b)
+    close(out[1], out[0], 1e-7, 1e-7)
+    close(out[2], out[0], 1e-7, 1e-7)
     weight.requires_grad_()
     for log_prob, _ in (
         linear_log_probs(hidden, weight, target * 0 + 2, barred=barred),
@@ -230,31 +209,6 @@ def test_probabilities_add_up_without_the_image_tokens(family):
         row_log_probs(model, tokens, attended, sampled, images=images)
 
 
-def test_rows_whose_images_do_not_fit_are_refused_by_name():
-    model, _ = vl_model("qwen2_5_vl")
-    rows, _ = rows_with_images("qwen2_5_vl", [1, 0, 2], 9)
-    images = RowImages.of(rows)
-    with pytest.raises(ValueError, match=r"images do not fit tokens in row 0: .*VisionInputs"):
-        row_log_probs(model, *entries(rows))
-    with pytest.raises(TypeError, match=r"images: Qwen2ForCausalLM takes none.*2 of 3 rows"):
-        row_log_probs(make_model(vocab_size=30), *entries(rows), images=images)
-    critic = ValueModel.from_model(make_model(vocab_size=30))
-    with pytest.raises(TypeError, match="images: ValueModel takes none"):
-        row_values(critic, *entries(rows), images=images)
-    with pytest.raises(ValueError, match="images must be those of the 3 rows"):
-        row_log_probs(model, *entries(rows), images=RowImages.of(rows[:2]))
-    swapped = rows.copy()
-    swapped[COUNT], swapped[FIRST] = rows[COUNT].flip(0), rows[FIRST].flip(0)
-    with pytest.raises(ValueError, match="images do not fit tokens in row 0: the images have"):
-        row_log_probs(model, *entries(rows), images=RowImages.of(swapped))
-    llava, _ = vl_model("llava")
-    rows, _ = rows_with_images("llava", [1, 0, 2], 9)
-    swapped = rows.copy()
-    swapped[COUNT], swapped[FIRST] = rows[COUNT].flip(0), rows[FIRST].flip(0)
-    with pytest.raises(ValueError, match=r"in row 2: it has 32 image tokens \(23\) and 1 images"):
-        row_log_probs(llava, *entries(rows), images=RowImages.of(swapped))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_that_show_videos_are_refused(packed):
     model, processor = vl_model("qwen2_5_vl")
@@ -271,6 +225,58 @@ def test_rows_that_show_videos_are_refused(packed):
             sampled,
             images=RowImages.of(rows),
             passes=Passes(packed=packed),
+        )
+
+
+def swapped(rows):
+    """The same rows, with each other's images."""
+    rows = rows.copy()
+    rows[COUNT], rows[FIRST] = rows[COUNT].flip(0), rows[FIRST].flip(0)
+    return RowImages.of(rows)
+
+
+def text_model(_):
+    return make_model(vocab_size=30)
+
+
+@pytest.mark.parametrize(
+    ("family", "make", "images", "error", "message"),
+    [
+        (
+            "qwen2_5_vl",
+            None,
+            None,
+            ValueError,
+            r"images do not fit tokens in row 0: .*VisionInputs",
+        ),
+        ("qwen2_5_vl", None, swapped, ValueError, "do not fit tokens in row 0: the images have"),
+        (
+            *("llava", None, swapped, ValueError),
+            r"in row 2: it has 32 image tokens \(23\) and 1 images",
+        ),
+        (
+            *("qwen2_5_vl", None, lambda rows: RowImages.of(rows[:2]), ValueError),
+            "images must be those of the 3 rows",
+        ),
+        (
+            *("qwen2_5_vl", text_model, RowImages.of, TypeError),
+            r"images: Qwen2ForCausalLM takes none.*2 of 3 rows",
+        ),
+    ],
+)
+def test_rows_whose_images_do_not_fit_are_refused_by_name(family, make, images, error, message):
+    model = (make or vl_model)(family)
+    model = model if make else model[0]
+    rows, _ = rows_with_images(family, [1, 0, 2], 9)
+    with pytest.raises(error, match=message):
+        row_log_probs(model, *entries(rows), images=images and images(rows))
+
+
+def test_a_critic_of_text_refuses_images_by_name():
+    rows, _ = rows_with_images("qwen2_5_vl", [1, 0, 2], 9)
+    with pytest.raises(TypeError, match="images: ValueModel takes none"):
+        row_values(
+            ValueModel.from_model(text_model(None)), *entries(rows), images=RowImages.of(rows)
         )
 
 
@@ -307,13 +313,6 @@ def test_a_text_model_scores_rows_that_show_no_images():
     assert torch.equal(got, row_log_probs(model, *entries(rows))[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_keep_packed_images_apart(family):
-    model, _ = vl_model(family)
-    tokens = torch.arange(27)
-    assert packing_fault(copy.deepcopy(model), tokens) is None
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("fault", ["no text positions", "mask of the time axis", "leak"])
 def test_models_that_do_not_keep_packed_images_apart_are_refused(family, fault):
@@ -342,41 +341,15 @@ def test_models_that_do_not_keep_packed_images_apart_are_refused(family, fault):
 
 @pytest.mark.parametrize("family", some_fast(["qwen2_5_vl"], FAMILIES))
 def test_flash_attention_finds_packed_rows_in_the_positions_of_text(family):
-    found = []
-
-    def by_positions(
-        module, query, key, value, attention_mask, scaling=None, is_causal=None, **kwargs
-    ):
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        ends, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-        causal = module.is_causal if is_causal is None else is_causal
-        if ends is not None:
-            assert not causal
-            ends = ends.tolist()
-        else:
-            starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
-            ends = [*starts, query.shape[2]]
-            found.append(len(starts) if causal else 0)
-        parts = [
-            nn.functional.scaled_dot_product_attention(
-                *(x[:, :, a:b] for x in (query, key, value)), scale=scaling, is_causal=causal
-            )
-            for a, b in pairwise(ends)
-        ]
-        return torch.cat(parts, 2).transpose(1, 2), None
-
-    AttentionInterface.register("positions_flash", by_positions)
-    AttentionMaskInterface.register("positions_flash", lambda *_, attention_mask=None, **__: None)
-    model = vl_model(family)[0]
+    found, (model, _) = [], vl_model(family)
+    attention_over_lengths(found)
     rows, alone = rows_with_images(family, [1, 0, 3], 12)
     with torch.no_grad():
         expected = by_transformers(model, rows, alone)
         for config in (model.config, model.config.text_config, model.config.vision_config):
-            config._attn_implementation = "positions_flash"
+            config._attn_implementation = "lengths_flash"
         got = scores(model, rows, packed=True)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, **close)
+    close([x.double() for x in got], expected)
     assert found[-1] == 3
 
 
@@ -389,7 +362,5 @@ def test_logits_are_those_of_sampled_tokens_alone_also_in_half_precision(family)
         expected, entropy = scores(model, rows)
         half = copy.deepcopy(model).bfloat16()
         for policy, dtype in ((model, torch.bfloat16), (half, None)):
-            for got, exact in zip(
-                scores(policy, rows, packed=True, dtype=dtype), (expected, entropy), strict=True
-            ):
-                torch.testing.assert_close(got, exact, atol=0.3, rtol=0.1)
+            got = scores(policy, rows, packed=True, dtype=dtype)
+            close(got, (expected, entropy), 0.3, 0.1)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scoring.helpers import DEVICES, close
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 
 module = import_module(linear_log_probs.__module__)
@@ -51,16 +52,8 @@ def test_values_and_gradients_are_those_of_whole_logits(
     expected = plain(hidden, weight, tokens, bias, scale, softcap, temperature)
     old, module.CHUNK_ELEMENTS = module.CHUNK_ELEMENTS, chunk
     try:
-        got = linear_log_probs(
-            hidden,
-            weight,
-            tokens,
-            bias,
-            scale=scale,
-            softcap=softcap,
-            temperature=temperature,
-            with_entropy=True,
-        )
+        options = {"scale": scale, "softcap": softcap, "temperature": temperature}
+        got = linear_log_probs(hidden, weight, tokens, bias, **options, with_entropy=True)
         gradients = [
             torch.autograd.grad(
                 sum(p * (w * x).sum() for p, w, x in zip(pick, weights, values, strict=True)),
@@ -70,8 +63,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
         ]
     finally:
         module.CHUNK_ELEMENTS = old
-    for a, b in zip((*got, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+    close((*got, *gradients[0]), (*expected, *gradients[1]), 1e-10, 1e-10)
 
 
 def test_without_entropy_the_log_probs_are_the_same():
@@ -85,16 +77,7 @@ def test_without_entropy_the_log_probs_are_the_same():
     )
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["argument", "autocast", "weights"])
 def test_half_precision_is_of_the_products_alone(device, how):
     leaves = inputs(0, 40, 16, 50, torch.float32, device)
@@ -110,17 +93,11 @@ def test_half_precision_is_of_the_products_alone(device, how):
     dtype = torch.bfloat16 if how == "argument" else None
     with torch.autocast(device, dtype=torch.bfloat16, enabled=how == "autocast"):
         got = linear_log_probs(hidden, weight, tokens, bias, with_entropy=True, dtype=dtype)
-    logits = torch.nn.functional.linear(
-        hidden.bfloat16(), weight.bfloat16(), bias.bfloat16()
-    ).double()
-    log_p = logits.log_softmax(-1)
+    half = (x.bfloat16() for x in (hidden, weight, bias))
+    log_p = torch.nn.functional.linear(*half).double().log_softmax(-1)
     assert got[0].dtype is got[1].dtype is torch.float32
-    torch.testing.assert_close(
-        got[0].double(), log_p.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5
-    )
-    torch.testing.assert_close(
-        got[1].double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=1e-5
-    )
+    expected = log_p.gather(-1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    close([x.double() for x in got], expected)
     expected = plain(exact[0], exact[1], tokens, exact[2], 1.0, None, 1.0)
     for values in (got, expected):
         sum((w * x).sum() for w, x in zip(weights, values, strict=True)).backward()
@@ -151,13 +128,16 @@ def test_frozen_weights_get_no_gradient():
     assert bias.grad.any()
 
 
-def test_bad_input_is_refused_by_name():
-    hidden, weight, bias, tokens, _ = inputs(0, 5, 4, 7)
-    with pytest.raises(ValueError, match="weight must have shape"):
-        linear_log_probs(hidden[:, 1:], weight, tokens)
-    with pytest.raises(ValueError, match="tokens must have shape"):
-        linear_log_probs(hidden, weight, tokens[1:])
-    with pytest.raises(ValueError, match="bias must have shape"):
-        linear_log_probs(hidden, weight, tokens, bias[1:])
-    with pytest.raises(ValueError, match="softcap must be positive"):
-        linear_log_probs(hidden, weight, tokens, softcap=0)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hidden": torch.zeros(5, 3)}, "weight must have shape"),
+        ({"tokens": torch.zeros(4).long()}, "tokens must have shape"),
+        ({"bias": torch.zeros(6)}, "bias must have shape"),
+        ({"softcap": 0}, "softcap must be positive"),
+    ],
+)
+def test_bad_input_is_refused_by_name(wrong, message):
+    hidden, weight, _, tokens, _ = inputs(0, 5, 4, 7)
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(**{"hidden": hidden, "weight": weight, "tokens": tokens, **wrong})

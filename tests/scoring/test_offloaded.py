@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.objectives.conftest import make_model, make_rows
+from tests.scoring.helpers import close, entries
 from tests.settings import grouped
 from torchrl_mt.objectives import (
     ExperienceMaker,
@@ -43,15 +44,6 @@ def offload(request, tmp_path):
     return offloaded
 
 
-def entries():
-    rows = make_rows()
-    return (
-        rows["tokens", "full"],
-        rows["masks", "all_attention_mask"],
-        rows["masks", "all_assistant_mask"],
-    )
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -61,10 +53,9 @@ def entries():
 def test_log_probs(offload, tied, options):
     model = make_model(tie_word_embeddings=tied)
     offloaded = offload(model)
-    expected = row_log_probs(model, *entries(), **grouped(with_entropy=True, **options))
-    got = row_log_probs(offloaded, *entries(), **grouped(with_entropy=True, **options))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0.0)
+    expected = row_log_probs(model, *entries(make_rows()), **grouped(with_entropy=True, **options))
+    got = row_log_probs(offloaded, *entries(make_rows()), **grouped(with_entropy=True, **options))
+    close(got, expected, 1e-5, 0.0)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -73,7 +64,7 @@ def test_values(half):
     nn.init.normal_(critic.head.weight)
     critic = critic.bfloat16() if half else critic
     offloaded = accelerate.cpu_offload(copy.deepcopy(critic), execution_device=CPU)
-    got, expected = (row_values(one, *entries()) for one in (offloaded, critic))
+    got, expected = (row_values(one, *entries(make_rows())) for one in (offloaded, critic))
     torch.testing.assert_close(got, expected, atol=2e-2 if half else 1e-5, rtol=0.0)
     backbone = accelerate.cpu_offload(make_model(), execution_device=CPU)
     assert ValueModel.from_model(backbone).head.weight.is_cpu
@@ -95,6 +86,6 @@ def test_a_model_without_values_is_named():
     with torch.device("meta"):
         model = make_model()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM must have weights with values"):
-        row_log_probs(model, *entries())
+        row_log_probs(model, *entries(make_rows()))
     assert device_of(make_model()) == CPU
     assert device_of(nn.Identity()) is None

@@ -9,35 +9,18 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiers import pairs, some_fast
+from tests.scoring.helpers import INPUTS, close, entries, tiny
+from tests.settings import grouped
+from tests.tiers import pairs, slow
 from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import output_head as module
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states
 
-INPUTS = {
-    "input_ids": torch.arange(3, 21).view(3, 6),
-    "attention_mask": torch.ones(3, 6, dtype=torch.long),
-}
-
 
 def build(family="Qwen2", scale=1.0, **options):
-    sizes = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes | options)
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config).eval()
+    model = tiny(family, **{"num_hidden_layers": 1, "head_dim": 8} | options)
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_(std=scale)
     return model
@@ -56,8 +39,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "options"), FAMILIES, ids=[f"{f}-{o}" for f, o in FAMILIES])
 @pytest.mark.parametrize(
-    ("dtype", "scale"),
-    pairs([torch.float64, torch.float32, torch.bfloat16], [1.0, 1e-3]),
+    ("dtype", "scale"), pairs([torch.float64, torch.float32, torch.bfloat16], [1.0, 1e-3])
 )
 def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale):
     model = build(family, scale, **options).to(dtype)
@@ -76,13 +58,11 @@ def test_the_models_own_logits_come_of_its_states(family, options, dtype, scale)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_are_those_of_whole_logits(rows, family, options, temperature):
     model, batch = build(family, **options).double(), rows(suffix_padding=False)
-    masks = batch["masks"]
-    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
     out = []
     for full in (True, False):
         log_prob, entropy = row_log_probs(
             model,
-            *given,
+            *entries(batch),
             passes=Passes(temperature=temperature, with_entropy=True),
             full_logits=full,
         )
@@ -90,8 +70,7 @@ def test_gradients_are_those_of_whole_logits(rows, family, options, temperature)
         out.append((log_prob, entropy, *(p.grad.clone() for p in model.parameters())))
         model.zero_grad()
     assert out[0][0].any()
-    for a, b in zip(*out, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    close(*out)
 
 
 class Adapter(nn.Linear):
@@ -125,11 +104,7 @@ def unusual(kind):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    some_fast(
-        ["adapter", "hook", "parametrized", "other logits", "wrapped call"],
-        ["adapter", "hook", "parametrized", "compiled", "other logits", "wrapped call"],
-    ),
+    "kind", ["adapter", "hook", "parametrized", slow("compiled"), "other logits", "wrapped call"]
 )
 def test_models_with_other_output_layers_give_whole_logits(kind):
     model = unusual(kind)
@@ -192,13 +167,9 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
     sizes = []
     for full in (True, False):
         with Largest() as largest:
+            options = {"with_entropy": True, "packed": packed, "full_logits": full}
             log_prob, entropy = row_log_probs(
-                model,
-                tokens,
-                attended,
-                attended,
-                passes=Passes(with_entropy=True, packed=packed),
-                full_logits=full,
+                model, tokens, attended, attended, **grouped(**options)
             )
             (log_prob + entropy).sum().backward()
         sizes.append(largest.size)
@@ -206,9 +177,6 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
     assert sizes[0] >= states * 1000
     # The weights, and attention's scores.
     assert sizes[1] <= 32_000
-
-
-KINDS_OF_MASK = ("all_attention_mask", "all_assistant_mask")
 
 
 class Wrapper(nn.Module):
@@ -234,8 +202,7 @@ def test_a_wrapper_is_looked_through_and_called(rows, family):
     assert states.scale == output_states(model, INPUTS).scale
     assert wrapper not in module.WHOLE_ONLY
     assert [call["use_cache"] for call in wrapper.calls] == [False]
-    batch = rows()
-    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
+    args = entries(rows())
     for packed in (False, True):
         got = row_log_probs(wrapper, *args, passes=Passes(packed=packed))[0]
         torch.testing.assert_close(
@@ -243,29 +210,24 @@ def test_a_wrapper_is_looked_through_and_called(rows, family):
         )
 
 
-@pytest.fixture
-def process_group():
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_distributed_data_parallel_gets_every_gradient(rows, options, packed):
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_distributed_data_parallel_gets_every_gradient(process_group, rows, options):
-    batch = rows()
-    args = (batch["tokens", "full"], *(batch["masks", x] for x in KINDS_OF_MASK))
-    expected = build()
-    row_log_probs(expected, *args)[0].sum().backward()
-    model = build()
-    parallel = nn.parallel.DistributedDataParallel(model, **options)
-    assert isinstance(output_states(parallel, INPUTS), OutputStates) == (not options)
-    parallel = nn.parallel.DistributedDataParallel(model, **options)
-    for _ in range(2):
-        model.zero_grad()
-        row_log_probs(parallel, *args)[0].sum().backward()
-        for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
+    try:
+        args, expected = entries(rows()), build()
+        row_log_probs(expected, *args)[0].sum().backward()
+        model = build()
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+        assert isinstance(output_states(parallel, INPUTS), OutputStates) == (not options)
+        parallel = nn.parallel.DistributedDataParallel(model, **options)
+        for _ in range(2):
+            model.zero_grad()
+            row_log_probs(parallel, *args, passes=Passes(packed=packed))[0].sum().backward()
+            close([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_nan_in_one_pass_is_not_held_against_the_model():

@@ -62,7 +62,7 @@ def test_every_sampled_token_is_predicted_by_its_rows_past(
             assert step.inputs["cu_seq_lens_q"].dtype is torch.int32
             assert step.inputs["max_length_k"] == max(map(len, rows))
             assert len(ids) == 1
-        assert size is None or len(ids) <= size
+        assert size is None or (len(rows) if packed and with_lengths else len(ids)) <= size
         one_row = len([r for r in rows if ids.flatten()[r[0]]]) <= 1
         assert budget is None or ids.numel() <= budget or one_row
         past = {r[i]: ids.flatten()[r[: i + 1]].tolist() for r in rows for i in range(len(r))}
@@ -81,14 +81,23 @@ def test_every_sampled_token_is_predicted_by_its_rows_past(
     assert found == expected
 
 
-@given(lengths=st.lists(st.integers(0, 12), max_size=40), capacity=st.integers(1, 15))
-def test_packs_hold_every_row_once_within_capacity_and_leave_little_room(lengths, capacity):
-    out = packs(torch.tensor(lengths, dtype=torch.long), capacity)
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=40),
+    capacity=st.integers(1, 15),
+    most=st.sampled_from([None, None, 1, 2, 4]),
+)
+def test_packs_hold_every_row_once_within_limits_and_leave_little_room(lengths, capacity, most):
+    out = packs(torch.tensor(lengths, dtype=torch.long), capacity, most)
     assert sorted(row for pack in out for row in pack) == [i for i, n in enumerate(lengths) if n]
     fills = [sum(lengths[row] for row in pack) for pack in out]
     assert all(len(pack) == 1 or fill <= capacity for pack, fill in zip(out, fills, strict=True))
-    # No two packs could be one: at most one is half empty.
-    assert sum(fill <= capacity // 2 for fill in fills) <= 1
+    assert most is None or max(map(len, out), default=0) <= most
+    if most is None:
+        # No two packs could be one: at most one is half empty.
+        assert sum(fill <= capacity // 2 for fill in fills) <= 1
+    elif sum(lengths) <= capacity:
+        # All fit together: at most one pack has room for another row.
+        assert sum(len(pack) < most for pack in out) <= 1
 
 
 def test_packing_uneven_rows_computes_half_the_tokens():
@@ -144,13 +153,18 @@ def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_t
         assert max_tokens is None or len(part) == 1 or len(part) * lengths[part].max() <= max_tokens
 
 
-def test_bad_limits_are_refused_by_name():
-    with pytest.raises(ValueError, match="micro_batch_tokens must be at least 1"):
-        Passes(micro_batch_tokens=0)
-    with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        Passes(micro_batch_size=-1)
-    with pytest.raises(ValueError, match="dtype must be"):
-        Passes(dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("text", "error", "call"),
+    [
+        ("micro_batch_tokens must be at least 1", ValueError, lambda: Passes(micro_batch_tokens=0)),
+        ("micro_batch_size must be at least 1", ValueError, lambda: Passes(micro_batch_size=-1)),
+        ("dtype must be", ValueError, lambda: Passes(dtype=torch.float64)),
+        ("passes must be of class Passes", TypeError, lambda: Passes.checked({"packed": True})),
+    ],
+)
+def test_bad_settings_of_passes_are_refused_by_name(text, error, call):
+    with pytest.raises(error, match=text):
+        call()
 
 
 def passes_over(lengths, with_lengths=False, **limits):
@@ -170,36 +184,6 @@ def test_one_sequence_of_many_rows_holds_no_more_than_the_micro_batch(size):
     assert all(
         step.inputs["input_ids"].shape == (1, 16 * n) for step, n in zip(steps, rows, strict=True)
     )
-
-
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
-    size=st.sampled_from([None, 1, 2, 5]),
-    budget=st.sampled_from([None, 6, 20]),
-)
-def test_every_row_is_in_one_pass_within_both_limits(lengths, size, budget):
-    steps = passes_over(
-        lengths, with_lengths=True, micro_batch_size=size, micro_batch_tokens=budget
-    )
-    seen = [step.inputs["cu_seq_lens_q"].diff().tolist() for step in steps]
-    assert sorted(n for rows in seen for n in rows) == sorted(lengths)
-    for rows in seen:
-        assert size is None or len(rows) <= size
-        assert budget is None or sum(rows) <= budget or len(rows) == 1
-
-
-@given(
-    lengths=st.lists(st.integers(0, 12), max_size=40),
-    capacity=st.integers(1, 15),
-    most=st.sampled_from([None, 1, 2, 4]),
-)
-def test_packs_hold_no_more_rows_than_asked(lengths, capacity, most):
-    out = packs(torch.tensor(lengths, dtype=torch.long), capacity, most)
-    assert sorted(row for pack in out for row in pack) == [i for i, n in enumerate(lengths) if n]
-    assert most is None or max(map(len, out), default=0) <= most
-    # If all fit together, at most one pack has room for another row.
-    if most is not None and sum(lengths) <= capacity:
-        assert sum(len(pack) < most for pack in out) <= 1
 
 
 def test_a_mask_keeps_apart_as_many_rows_as_a_sequence_holds():

@@ -1,55 +1,20 @@
 """A model is given packed rows only if they are there what they are alone."""
 
 import gc
-from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
+from tests.scoring.helpers import attention_over_lengths, close, entries, tiny
+from tests.settings import grouped
 from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import packing_check
 from torchrl_mt.scoring.log_probs import row_log_probs
-from torchrl_mt.scoring.packing_check import (
-    check_packing,
-    packing_fault,
-    takes_lengths,
-)
+from torchrl_mt.scoring.packing_check import check_packing, packing_fault, takes_lengths
 from torchrl_mt.scoring.values import ValueModel
 
 TOKENS = torch.arange(24)
-
-
-@pytest.fixture
-def build():
-    """A tiny model of any family, with random weights."""
-
-    def make(family, **options):
-        sizes = {
-            "vocab_size": 24,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        config = getattr(transformers, f"{family}Config")(**sizes | options)
-        name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-        torch.manual_seed(0)
-        model = getattr(transformers, name)._from_config(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
-        return model
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -63,40 +28,27 @@ def build():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_packed_rows_score_as_padded_ones_do(build, rows, family, options):
-    model = build(family, **options)
-    batch = rows(n=9, suffix_padding=False)
-    masks = batch["masks"]
-    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
-    scores, gradients = [], []
+def test_packed_rows_score_as_padded_ones_do(rows, family, options):
+    model, out = tiny(family, **options), []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    batch = entries(rows(n=9, suffix_padding=False))
     for packed in (False, True):
-        out = row_log_probs(model, *given, passes=Passes(packed=packed, with_entropy=True))
-        (out[0].square().sum() + out[1].sum()).backward()
-        scores.append(out)
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        scores = row_log_probs(model, *batch, passes=Passes(packed=packed, with_entropy=True))
+        (scores[0].square().sum() + scores[1].sum()).backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        out.append((scores, torch.cat(gradients)))
         model.zero_grad()
-    assert scores[0][0].any()
-    torch.testing.assert_close(scores[1], scores[0], atol=1e-4, rtol=1e-4)
-    norm = torch.stack([g.norm() for g in gradients[0]]).norm()
-    for a, b in zip(*gradients, strict=True):
-        assert (a - b).norm() < 1e-4 * norm
+    assert out[0][0][0].any()
+    close(out[1][0], out[0][0], 1e-4, 1e-4)
+    assert (out[0][1] - out[1][1]).norm() < 1e-4 * out[0][1].norm()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 16}),
-        ("Bloom", {"n_head": 2}),
-        ("Mamba", {}),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_models_that_mix_packed_rows_are_refused(build, family, options):
-    model = build(family, **options)
-    ones = torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=f"{family}ForCausalLM lets packed rows see each other"):
+def test_models_that_mix_packed_rows_are_refused():
+    model, ones = tiny("Mamba"), torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="MambaForCausalLM lets packed rows see each other"):
         row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones, passes=Passes(packed=True))
     assert row_log_probs(model, TOKENS[:8].view(2, 4), ones, ones)[0].isfinite().all()
 
@@ -166,42 +118,16 @@ def test_what_is_known_of_a_model_goes_with_it():
 
 
 def test_attention_over_lengths_gets_one_sequence_and_the_lengths(make_model, rows):
-    seen = []
-
-    def by_lengths(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        assert attention_mask is None or attention_mask.ndim == 2
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        ends = kwargs.get("cu_seq_lens_q")
-        if ends is None:
-            ends = [0, query.shape[2]]
-        else:
-            assert query.shape[0] == 1
-            seen.append(len(ends) - 1)
-            ends = ends.tolist()
-        parts = [
-            nn.functional.scaled_dot_product_attention(
-                *(x[:, :, a:b] for x in (query, key, value)), scale=scaling, is_causal=True
-            )
-            for a, b in pairwise(ends)
-        ]
-        return torch.cat(parts, 2).transpose(1, 2), None
-
-    AttentionInterface.register("reference_flash", by_lengths)
-    AttentionMaskInterface.register("reference_flash", lambda *_, attention_mask=None, **__: None)
-    batch = rows(n=9, suffix_padding=False)
-    masks = batch["masks"]
-    given = batch["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
-    expected = row_log_probs(make_model(), *given, passes=Passes(with_entropy=True))
+    seen, batch = [], entries(rows(n=9, suffix_padding=False))
+    attention_over_lengths(seen)
+    expected = row_log_probs(make_model(), *batch, passes=Passes(with_entropy=True))
     model = make_model()
-    model.config._attn_implementation = "reference_flash"
+    model.config._attn_implementation = "lengths_flash"
     assert takes_lengths(model)
     assert not takes_lengths(make_model())
     for budget in (None, 20):
-        got = row_log_probs(
-            model, *given, passes=Passes(packed=True, with_entropy=True, micro_batch_tokens=budget)
-        )
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        options = {"packed": True, "with_entropy": True, "micro_batch_tokens": budget}
+        close(row_log_probs(model, *batch, **grouped(**options)), expected)
     assert 9 in seen
 
 

@@ -2,28 +2,17 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
+from tests.scoring.helpers import tiny
 from tests.tiers import pairs
-from torchrl_mt.objectives import Passes
-from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.packing_check import packing_fault
 
 TOKENS = torch.arange(3, 64)
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 OTHER_SIZES = {
+    "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "Bloom": {"n_head": 4},
     "XGLM": {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4},
     "Bert": {"is_decoder": True},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
@@ -31,40 +20,27 @@ OTHER_SIZES = {
     "Gemma2": {"head_dim": 8, "sliding_window": 3},
     "Gemma3Text": {"head_dim": 8, "sliding_window": 3},
     "Mixtral": {"num_local_experts": 4},
-    "Qwen3Moe": {
-        "moe_intermediate_size": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 8,
-    },
+    "Qwen3Moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"head_dim": 8},
 }
-NAMES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-TYPES = [
-    (torch.float32, None),
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, None),
-]
+TYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
 # Each type and each size of weights once in the fast tier.
 SCALES = pairs([0.03, 1.0, 20.0], TYPES)
 
 
 def fresh(family, scale=1.0, **options):
     """A model as its first training step finds it, but for the weights' size."""
-    sizes = {k: v for k, v in SIZES.items() if family != "XGLM" or k == "vocab_size"}
-    sizes |= OTHER_SIZES.get(family, {}) | options
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, NAMES.get(family, f"{family}ForCausalLM"))._from_config(config)
+    model = tiny(family, **SIZES | OTHER_SIZES.get(family, {}) | options)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(scale)
-    return model.eval()
+    return model
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("scale", "types"), SCALES)
-@pytest.mark.parametrize("family", ["XGLM", "Bert", "Lfm2", "FalconH1"])
+@pytest.mark.parametrize("family", ["XGLM", "Bert", "Lfm2", "FalconH1", "OPT", "Bloom", "Mamba"])
 def test_a_leak_through_weak_weights_is_a_leak(family, scale, types):
     weights, dtype = types
     model = fresh(family, scale).to(weights)
@@ -259,33 +235,9 @@ def test_what_does_not_depend_on_tokens_tells_nothing_and_is_not_remembered():
 def test_chunks_of_a_sequence_are_not_those_of_its_rows(chunked):
     sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8}
     kind = "chunked_attention" if chunked else "full_attention"
-    config = transformers.Llama4TextConfig(
-        **SIZES | sizes, attention_chunk_size=10, layer_types=[kind] * 2
-    )
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(config).eval()
+    model = tiny("Llama4", **SIZES | sizes, attention_chunk_size=10, layer_types=[kind] * 2)
     fault = packing_fault(model, TOKENS)
     assert ("within chunks of 10 tokens" in fault) if chunked else fault is None
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_distributed_training_goes_on_after_the_trial(options):
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, expected = fresh("Llama"), fresh("Llama")
-        parallel = nn.parallel.DistributedDataParallel(model, **options)
-        ones = torch.ones(3, 4, dtype=torch.bool)
-        for _ in range(2):
-            for each in (parallel, expected):
-                out = row_log_probs(
-                    each, TOKENS[:12].view(3, 4), ones, ones, passes=Passes(packed=True)
-                )[0]
-                out.sum().backward()
-        for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_a_wrapper_must_take_what_packed_rows_need():

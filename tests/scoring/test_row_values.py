@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForCausalLM
 
+from tests.scoring.helpers import DEVICES, close, entries
+from tests.settings import grouped
 from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
@@ -23,11 +25,6 @@ def critic(request, model):
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     return AutoModelForTokenClassification.from_config(config).eval()
-
-
-def entries(rows):
-    masks = rows["masks"]
-    return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
 
 
 def values(critic, tokens):
@@ -53,17 +50,6 @@ def test_values_are_predicted_from_the_past_alone(critic, rows, seed, packed, bu
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_padding_anywhere_changes_nothing(critic, rows, spread, packed):
-    batch = rows()
-    wide = spread(batch)
-    got = row_values(critic, *entries(wide), passes=Passes(packed=packed))
-    expected = row_values(critic, *entries(batch))
-    mask, wide_mask = entries(batch)[2], entries(wide)[2]
-    torch.testing.assert_close(got[wide_mask], expected[mask], atol=1e-5, rtol=1e-5)
-    assert not got[~wide_mask].any()
-
-
 def test_packed_and_padded_gradients_agree(critic, rows):
     out = []
     for packed in (False, True):
@@ -71,8 +57,7 @@ def test_packed_and_padded_gradients_agree(critic, rows):
         out.append([p.grad.clone() for p in critic.parameters() if p.grad is not None])
         critic.zero_grad()
     assert len(out[0]) > 4
-    for a, b in zip(*out, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    close(*out, 1e-4, 1e-4)
 
 
 def test_a_new_head_predicts_zero_and_learns(model, rows):
@@ -97,16 +82,7 @@ def test_the_backbone_is_the_models_own_and_its_output_layer_is_left_out(model):
     assert torch.equal(again(tokens), critic(tokens))
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_mixed_precision_gives_float32_values_nearby(model, rows, packed, device):
     critic = ValueModel.from_model(model).to(device)
@@ -128,21 +104,28 @@ def test_half_precision_weights_work(model, rows):
     assert got.any()
 
 
-def test_bad_input_is_refused_by_name(model, critic, rows):
-    tokens, attention, mask = entries(rows())
-    with pytest.raises(ValueError, match="critic must give one value for each token"):
-        row_values(model, tokens, attention, mask)
-    with pytest.raises(TypeError, match="Module, got function"):
-        row_values(lambda x: x, tokens, attention, mask)
-    with pytest.raises(ValueError, match="mask must be false on padding"):
-        row_values(critic, tokens, torch.zeros_like(attention), mask)
-    with pytest.raises(ValueError, match="float16 or None, got"):
-        row_values(critic, tokens, attention, mask, passes=Passes(dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"critic": "actor"}, ValueError, "critic must give one value for each token"),
+        ({"critic": "three labels"}, ValueError, "num_labels=1"),
+        ({"critic": print}, TypeError, "Module, got builtin_function"),
+        ({"attention_mask": torch.zeros(6, 12).bool()}, ValueError, "must be false on padding"),
+        ({"dtype": torch.float64}, ValueError, "float16 or None, got"),
+    ],
+)
+def test_bad_input_is_refused_by_name(model, rows, wrong, error, message):
+    config = Qwen2Config(**model.config.to_dict() | {"num_labels": 3})
+    critics = {"actor": model, "critic": ValueModel.from_model(model)}
+    critics["three labels"] = AutoModelForTokenClassification.from_config(config)
+    given = dict(zip(["tokens", "attention_mask", "mask"], entries(rows()), strict=True))
+    given = {"critic": "critic", **given, **wrong}
+    if isinstance(given["critic"], str):
+        given["critic"] = critics[given["critic"]]
+    with pytest.raises(error, match=message):
+        row_values(**grouped(**given))
+
+
+def test_a_critic_is_made_of_a_pretrained_model():
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel"):
         ValueModel.from_model(nn.Linear(2, 2))
-
-
-def test_three_labels_are_no_value(rows, model):
-    config = Qwen2Config(**model.config.to_dict() | {"num_labels": 3})
-    with pytest.raises(ValueError, match="num_labels=1"):
-        row_values(AutoModelForTokenClassification.from_config(config), *entries(rows()))

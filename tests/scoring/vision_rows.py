@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from tests.scoring.helpers import entries
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.rows import COUNT, FIRST, GRIDS, PIXELS, RAW
@@ -117,11 +118,6 @@ def with_table(rows, alone):
             grids = torch.cat([inputs["image_grid_thw"] for inputs in shown])
             rows[GRIDS] = NonTensorData(grids, batch_size=rows.batch_size)
     return rows
-
-
-def entries(rows):
-    masks = rows["masks"]
-    return rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
 
 
 def by_transformers(model, rows, alone, temperature=1.0):

@@ -149,13 +149,6 @@ def test_data_covers_the_range():
     assert {item["number"] for item in items} == set(range(1, 6))
 
 
-def test_sixteen_numbers_in_five_turns():
-    found_at = [1, 2, 4, 8, 1]
-    expected = sum(n * 0.9**k for k, n in enumerate(found_at)) / 16
-    assert optimal_return(16, 5, 0.9) == pytest.approx(expected, abs=1e-12)
-    assert expected == pytest.approx(0.783, abs=5e-5)
-
-
 @given(st.integers(1, 24), st.integers(1, 8), st.floats(0, 1))
 def test_the_optimum_is_that_of_brute_force(numbers, turns, gamma):
     expected = brute_force_return(numbers, turns, gamma)

@@ -22,23 +22,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_it_prints_its_address_and_ends_with_its_environments_closed(stop, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torchrl_mt.envs.serve",
-        HERE + "Marked",
-        "--max-sessions",
-        "1",
-    ]
+    command = [sys.executable, "-m", "torchrl_mt.envs.serve", HERE + "Marked"]
+    command += ["--max-sessions", "1"]
     environment = {**os.environ, TOKEN_VARIABLE: "secret", "MARK": str(tmp_path / "closed")}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = process.stdout.readline().strip()
 
     async def play():

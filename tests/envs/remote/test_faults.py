@@ -92,7 +92,7 @@ def play(env, tokenizer, items, group_size, **kwargs):
     return stats
 
 
-def check_causes(stats, faults):
+def check_causes(stats, faults, exactly=False):
     """No cause is named without its fault, and none is missing; one fault may come before another."""
     causes = {name.removeprefix("rejected/"): n for name, n in stats.items() if "rejected/" in name}
     assert sum(causes.values()) == stats["rejected"]
@@ -101,15 +101,17 @@ def check_causes(stats, faults):
         suffered = sum(faults[fault] for fault in its_faults)
         assert suffered > 0 or cause not in causes
         assert suffered < 10 or cause in causes
+        assert not exactly or causes.get(cause, 0) == suffered
 
 
-def test_faults_in_this_process(tokenizer):
+@pytest.mark.parametrize(("raising", "group_size"), [(0.0, 1), (0.2, 2)])
+def test_faults_in_this_process(tokenizer, raising, group_size):
     faults = [fault for fault in FAULTS if fault not in ("silent", "slow")]
-    Unlucky.faults, Unlucky.draw = Counter(), staticmethod(drawn(0.2, ["raise"]))
+    Unlucky.faults, Unlucky.draw = Counter(), staticmethod(drawn(raising, ["raise"]))
     with serve(Counts) as server, FaultyProxy([server.url], drawn(0.4, faults)) as proxy:
-        stats = play(Unlucky(proxy.url), tokenizer, items=12, group_size=2)
+        stats = play(Unlucky(proxy.url), tokenizer, 24 // group_size, group_size)
         assert stats["rejected"] > 0
-        check_causes(stats, Unlucky.faults + proxy.faults)
+        check_causes(stats, Unlucky.faults + proxy.faults, exactly=not raising)
         wait_until(lambda: health(server.url)["sessions"] == 0)
         assert proxy.open == 0
 

@@ -172,31 +172,6 @@ def test_their_synchronous_client_plays_in_our_server(openenv):
         wait_until(lambda: server.sessions == 0)
 
 
-def test_their_typed_client_plays_in_our_server(openenv):
-    class Say(openenv.types.Action):
-        response: str
-
-    class Client(openenv.EnvClient):
-        def _step_payload(self, action):
-            return action.model_dump()
-
-        def _parse_result(self, payload):
-            said = payload["observation"]["messages"][0]["content"]
-            return openenv.StepResult(said, reward=payload["reward"], done=payload["done"])
-
-        def _parse_state(self, payload):
-            return payload
-
-    async def play(url):
-        async with Client(base_url=url) as client:
-            await client.reset()
-            return await client.step(Say(response=END))
-
-    with serve(Echo) as server:
-        result = asyncio.run(play(server.url))
-        assert (result.observation, result.reward, result.done) == (END, 0.5, True)
-
-
 def test_their_client_is_told_what_is_wrong(openenv):
     async def play(url):
         async with openenv.GenericEnvClient(base_url=url) as client:
@@ -287,11 +262,6 @@ def test_an_action_that_their_server_refuses_names_what_it_expects(address):
     assert caught.value.code == "VALIDATION_ERROR"
 
 
-def test_an_error_of_their_environment_is_told(address):
-    with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: no negative numbers"):
-        asyncio.run(play_only(OpenEnvEnv(address, to_action=number), "-1"))
-
-
 def test_episodes_wait_for_room_in_their_server(address, monkeypatch, caplog):
     monkeypatch.setattr(client_session, "_PATIENCE", 0.0)
     held = asyncio.Event()
@@ -315,18 +285,3 @@ def test_episodes_wait_for_room_in_their_server(address, monkeypatch, caplog):
 
     with caplog.at_level(logging.WARNING, "torchrl_mt"):
         assert [steps[0].reward for steps in asyncio.run(play())] == [1.0] * 3
-
-
-def test_a_cancelled_call_ends_their_session(address, guessing):
-    async def play():
-        env = OpenEnvEnv(address, to_action=number)
-        await env.reset()
-        call = asyncio.create_task(env.step("3"))
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait([call])
-        with pytest.raises(OpenEnvError, match="the session has ended: step was cancelled"):
-            await env.step("3")
-
-    asyncio.run(play())
-    wait_until(lambda: not guessing.Guessing.open)

@@ -114,16 +114,6 @@ def test_environments_are_closed_where_workers_stop(tmp_path):
     asyncio.run(play())
 
 
-@pytest.mark.slow
-def test_workers_stop_at_the_end_of_async_with():
-    async def play():
-        async with await create_workers(1, Counts, timeout=PATIENCE) as workers:
-            assert len(processes()) == 1
-            return workers
-
-    assert asyncio.run(play())[0].pid is None
-
-
 # ---- workers that die ---------------------------------------------------------------------------
 
 

@@ -52,13 +52,17 @@ def dirty(batch: Batch) -> Batch:
     return batch.map(spoil)
 
 
-def place_compact(mask: Tensor) -> Tensor:
-    """Where each row's tokens go, ``[N, S]``, for its sampled ones to stand first, in order."""
-    return (~mask).int().argsort(dim=-1, stable=True)
-
-
-def place_spread(mask: Tensor, seed: int = 0) -> tuple[Tensor, int]:
-    """Columns of a wider row that the tokens go to, in order, and its width."""
-    n, s = mask.shape
-    g = torch.Generator().manual_seed(seed)
-    return torch.rand(n, s + 5, generator=g).argsort(-1)[:, :s].sort(-1).values, s + 5
+@st.composite
+def forked_rows(draw):
+    """Reward, value, mask, turns ``[N, S]``, episode ``[N]``; ids skip numbers, rows share episodes."""
+    n, s = draw(st.integers(0, 5)), draw(st.integers(1, 17))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    mask = torch.rand(n, s, generator=g) < torch.rand(n, 1, generator=g) * 1.4 - 0.2
+    steps = torch.randint(0, 3, (n, s), generator=g) * (torch.rand(n, s, generator=g) < 0.4)
+    # A turn is sampled in one row only: rows that share an episode have turns of their own.
+    turns = steps.cumsum(-1) + 40 * torch.randperm(n, generator=g)[:, None]
+    turns = turns * draw(st.sampled_from([1, 1, 10**9]))
+    turns = torch.where(mask | (torch.rand(n, s, generator=g) < 0.9), turns, -1)
+    episode = torch.randint(-3, 3, (n,), generator=g) * 1000 if draw(st.booleans()) else None
+    reward, value = torch.randn(2, n, s, generator=g)
+    return reward, torch.where(mask, value, torch.nan), mask, turns, episode

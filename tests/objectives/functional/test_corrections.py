@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.objectives.functional._batches import batches, dirty, place_compact, place_spread
+from tests.objectives.functional._batches import batches, dirty
 from torchrl_mt.objectives.functional import (
     correct,
     geometric,
@@ -17,11 +17,7 @@ from torchrl_mt.objectives.functional import (
     sequence_tis,
     token_tis,
 )
-from torchrl_mt.objectives.functional.corrections import (
-    CORRECTIONS,
-    correction_metrics,
-    find_corrections,
-)
+from torchrl_mt.objectives.functional.corrections import CORRECTIONS, correction_metrics
 from torchrl_mt.objectives.functional.importance import effective_sample_size
 from torchrl_mt.objectives.functional.policy.objectives import takes
 
@@ -100,23 +96,6 @@ def test_weights_are_the_formulas(case, batch, by_turn):
 
 
 @pytest.mark.parametrize("case", CASES)
-@given(batch=batches(spread=0.5), by_turn=st.booleans())
-def test_compact_is_expanded(case, batch, by_turn):
-    weight, metrics = evaluate(case, batch, by_turn)
-    place = place_compact(batch.mask)
-    longest = int(batch.mask.sum(-1).max())
-    compact = batch.map(lambda x: x.gather(1, place)[:, :longest])
-    got, others = evaluate(case, compact, by_turn)
-    torch.testing.assert_close(got[compact.mask], weight[batch.mask])
-    torch.testing.assert_close(others, metrics)
-    column, width = place_spread(batch.mask)
-    wide = batch.map(lambda x: x.new_zeros(len(x), width).scatter(1, column, x))
-    got, others = evaluate(case, dirty(wide), by_turn)
-    torch.testing.assert_close(got.gather(1, column), weight)
-    torch.testing.assert_close(others, metrics)
-
-
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("far", [30.0, 1e30])
 @pytest.mark.parametrize("mask", [[True] * 4, [False] * 4, [True, False, False, False]])
 def test_weights_are_finite_constants(case, far, mask):
@@ -176,23 +155,6 @@ def test_effective_sample_size_does_not_depend_on_the_scale():
         torch.testing.assert_close(effective_sample_size(scale * weight, mask), expected)
 
 
-def test_bad_input_is_refused_by_name():
-    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    for correction, options, message in [
-        (token_tis, {"cap": 0.0}, "cap must be positive"),
-        (icepop, {"bounds": (2.0, 1.0)}, "bounds must be"),
-        (geometric, {"bounds": (-1.0, 1.0)}, "bounds must be"),
-        (sequence_mis, {"turns": torch.zeros(2, 1)}, "turns must have shape"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            correction(good, good, mask, **options)
-    for correction in CORRECTIONS.values():
-        with pytest.raises(ValueError, match=r"must have shape \(2, 3\), got \(2, 1\)"):
-            correction(good, torch.zeros(2, 1), mask)
-    with pytest.raises(ValueError, match="correction must be one of"):
-        find_corrections(["geometric", "tis"])
-
-
 def test_bounds_are_those_of_the_ratio_however_far_it_is_from_one():
     mask, zero = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
     far = torch.tensor([[-50.0, 50.0]])
@@ -208,12 +170,3 @@ def test_bounds_are_those_of_the_ratio_however_far_it_is_from_one():
     weight, metrics = token_tis(zero, zero, mask, cap=1.0)
     assert (weight == 1).all()
     assert metrics["clip_fraction"] == 0
-
-
-def test_bad_input_to_corrections_is_named():
-    mask, x = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
-    for correction in CORRECTIONS.values():
-        with pytest.raises(ValueError, match=r"sampler_log_prob must have shape \(1, 2\), got"):
-            correction(x, torch.zeros(1, 3), mask)
-    with pytest.raises(ValueError, match="corrections must be one or more, got none"):
-        correct([], x, x, mask)

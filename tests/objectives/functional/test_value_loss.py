@@ -30,13 +30,3 @@ def test_it_is_the_formula(batch, clip):
                 if abs(errors[0] - errors[1]) > 1e-4 or v == bounded:
                     expected = v - target if errors[0] >= errors[1] else 0.0
                     assert float(slope[n, t]) == pytest.approx(expected, abs=1e-4)
-
-
-def test_bad_input_is_refused_by_name():
-    good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="old_value must be given"):
-        value_loss(good, good, mask, clip_value=0.2)
-    with pytest.raises(ValueError, match="clip_value must be positive"):
-        value_loss(good, good, mask, old_value=good, clip_value=0.0)
-    with pytest.raises(ValueError, match="returns must have shape"):
-        value_loss(good, torch.zeros(2, 1), mask)

@@ -38,13 +38,6 @@ def test_whitening_is_the_formula(batch):
     torch.testing.assert_close(got.double(), loop(x, mask), atol=1e-5, rtol=1e-5)
 
 
-@given(batches(), st.integers(0, 2**31))
-def test_order_does_not_matter(batch, seed):
-    x, mask = batch
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(masked_whiten(x[order], mask[order]), masked_whiten(x, mask)[order])
-
-
 @given(batches())
 def test_shards_with_merged_moments_are_the_whole(batch):
     x, mask = batch
@@ -84,15 +77,18 @@ def test_values_and_gradients_are_finite(batch):
     assert gradient.isfinite().all()
 
 
-def test_gradient_is_that_of_the_formula():
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
+def test_gradient_is_that_of_the_formula(junk):
     x = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    seed = torch.arange(7.0)
-    mask = torch.ones(7, dtype=torch.bool)
+    x[3] = junk
+    seed, mask = torch.arange(7.0), torch.arange(7) != 3
     x.requires_grad_()
     (got,) = torch.autograd.grad((masked_whiten(x, mask) * seed).sum(), x)
-    plain = (x - x.mean()) / (x.std() + 1e-8)
-    (expected,) = torch.autograd.grad((plain * seed).sum(), x)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    own = x[mask]
+    plain = (own - own.mean()) / (own.std() + 1e-8)
+    (expected,) = torch.autograd.grad((plain * seed[mask]).sum(), own)
+    torch.testing.assert_close(got[mask], expected, atol=1e-6, rtol=1e-5)
+    assert got[3] == 0
 
 
 @given(batches(), st.booleans())
@@ -126,15 +122,6 @@ def test_running_state_is_saved():
     assert copy(rewards).abs().max() == 1.5
 
 
-@pytest.mark.parametrize("center", [True, False])
-def test_single_and_constant_rewards_are_finite(center):
-    normalizer = RewardNormalizer(center=center)
-    expected = torch.zeros(2) if center else torch.full((2,), 0.1)
-    for _ in range(5):
-        normalizer.update(torch.tensor(0.1))
-        torch.testing.assert_close(normalizer(torch.full((2,), 0.1)), expected)
-
-
 def test_bad_rewards_change_nothing():
     normalizer = RewardNormalizer()
     normalizer.update(torch.tensor([1.0, 2.0]))
@@ -156,20 +143,6 @@ def test_clipped_rewards_are_counted_under_the_mask():
     assert clip_reward(reward[:0], 0.0, 1.0)[1] == 0
 
 
-def test_bad_input_is_refused_by_name():
-    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(TypeError, match="mask must be a bool tensor"):
-        masked_whiten(x, x)
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 3\), got \(1, 3\)"):
-        masked_moments(x, mask[:1])
-    with pytest.raises(ValueError, match=r"weight must have shape \(2, 3\), got \(3,\)"):
-        masked_moments(x, mask, weight=torch.ones(3))
-    with pytest.raises(ValueError, match="low must be at most high"):
-        clip_reward(x, 1.0, 0.0)
-    with pytest.raises(ValueError, match="clip must be positive"):
-        RewardNormalizer(clip=0.0)
-
-
 @pytest.mark.parametrize("values", [[float("nan")], [1.0, float("nan")], [float("nan"), 2.0, 3.0]])
 def test_nan_is_never_turned_into_a_number(values):
     x = torch.tensor([*values, 7.0])
@@ -178,17 +151,6 @@ def test_nan_is_never_turned_into_a_number(values):
     assert out[mask].isnan().all()
     assert float(out[-1]) == 0.0
     assert masked_whiten(x, mask & ~x.isnan()).isfinite().all()
-
-
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-def test_what_lies_on_masked_tokens_spoils_no_gradient(junk):
-    mask = torch.tensor([True, True, False, True])
-    x = torch.tensor([1.0, 4.0, junk, 2.0], requires_grad=True)
-    masked_whiten(x, mask).pow(3).sum().backward()
-    alone = torch.tensor([1.0, 4.0, 2.0], requires_grad=True)
-    masked_whiten(alone, torch.ones(3, dtype=torch.bool)).pow(3).sum().backward()
-    torch.testing.assert_close(x.grad[mask], alone.grad)
-    assert x.grad[2] == 0
 
 
 def test_statistics_without_spread_given_from_elsewhere_give_zero():
