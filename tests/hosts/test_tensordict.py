@@ -23,6 +23,7 @@ from tensordict import (
 )
 
 from torchrl_mt._hosts import tensordict as hosts
+from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack
 
 # ---- made without checks, and when they are read ------------------------------------------------
 
@@ -68,7 +69,7 @@ STACKS = {
 
 def contents(stack):
     if isinstance(stack, NonTensorStack):
-        return stack.tolist()
+        return [node.tolist() for node in stack.unbind(0)]
     return [node["a"].tolist() for node in stack.unbind(0)]
 
 
@@ -100,6 +101,20 @@ def test_an_unread_stack_is_made_when_somebody_looks_into_it(kind, look):
     assert len(calls) == 1
     assert type(stack) is host
     assert hosts.unread_tree(stack) is None
+
+
+def test_lists_of_what_is_in_a_stack_leave_it_unread():
+    steps = Steps(2, {("t", "a"): Rows([torch.ones(1), torch.ones(3)]), ("o",): Objects(["x", {}])})
+    data = pack(steps, unread=True)
+    assert [len(a) for a in data.get(("t", "a"), as_list=True)] == [1, 3]
+    assert data.get(("t", "b"), "none", as_list=True) == "none"
+    data = pack(steps, unread=True)
+    assert [len(a) for a in data.get(("t", "a"), as_list=True)] == [1, 3]
+    assert data.get("o").tolist() == ["x", {}]
+    assert hosts.unread_tree(data.get("t")) is not None
+    assert hosts.unread_tree(data.get("o")) is not None
+    assert data.get("o").tolist(as_linked_list=True) == ["x", {}]
+    assert hosts.unread_tree(data.get("o")) is None
 
 
 @pytest.mark.parametrize("kind", STACKS)

@@ -74,12 +74,25 @@ def unread_tree(data: Any) -> Any:
 
 
 class UnreadStack(LazyStackedTensorDict, Unread):
-    """An unread lazy stack of TensorDicts."""
+    """An unread lazy stack of TensorDicts; ``get(key, as_list=True)`` leaves it unread."""
 
     __slots__ = ()
+
+    def _get_tuple(self, key: tuple[str, ...], default: Any, **kwargs: Any) -> Any:
+        tree = unread_tree(self)
+        if tree is not None and kwargs.get("as_list") and len(key) == 1:
+            column = tree.get(key[0])
+            if isinstance(getattr(column, "items", None), list):
+                return list(column.items)
+        return super()._get_tuple(key, default, **kwargs)
 
 
 class UnreadObjects(NonTensorStack, Unread):
-    """An unread stack of Python objects."""
+    """An unread stack of Python objects; ``tolist()`` leaves it unread."""
 
     __slots__ = ()
+
+    def tolist(self, **options: Any) -> list[Any]:
+        """List the objects."""
+        column = None if options else unread_tree(self)
+        return super().tolist(**options) if column is None else list(column.items)

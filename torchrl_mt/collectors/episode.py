@@ -14,18 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-)
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.collectors.statistics.call_times import CallTimes
 from torchrl_mt.collectors.workflow_entries import join_entries
+from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, pack
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms.turn_tree import RowAssignment, assign_rows, find_parents
 from torchrl_mt.vision import StoredImage
@@ -227,69 +222,43 @@ def episodes_to_tensordict(episodes: Sequence[Episode]) -> TensorDict:
     stop_reason = [""] * size
     for position, reason in zip(last.tolist(), reasons, strict=True):
         stop_reason[position] = reason.value
-    batch = TensorDict(
-        {
-            "tokens": _ragged(
-                prompt=_prompts([turn.prompt_ids for turn in turns]),
-                response=_split([answer.token_ids for answer in completions], torch.int64),
-            ),
-            "log_probs": _ragged(
-                response=_split([answer.log_probs for answer in completions], torch.float32)
-            ),
-            "versions": _ragged(
-                response=_split([answer.versions for answer in completions], torch.int64)
-            ),
-            "next": TensorDict(
-                {
-                    "reward": torch.tensor(
-                        [[turn.reward] for turn in turns], dtype=torch.float32, device="cpu"
-                    ),
-                    "done": flags(True for _ in reasons),
-                    "terminated": flags(not reason.truncated for reason in reasons),
-                    "truncated": flags(reason.truncated for reason in reasons),
-                },
-                [size],
-            ),
-            "collector": TensorDict(
-                {"traj_ids": per_turn(episode.traj_id for episode in episodes)}, [size]
-            ),
-            "group": per_turn(episode.group for episode in episodes),
-            "turn": TensorDict(
-                {"parent": torch.tensor(list(chain.from_iterable(parents)), device="cpu")},
-                [size],
-            ),
-            "seconds": TensorDict(
-                {
-                    "model": torch.tensor([turn.model_seconds for turn in turns], device="cpu"),
-                    "env": torch.tensor([turn.env_seconds for turn in turns], device="cpu"),
-                },
-                [size],
-            ),
-            "text": _objects(turn.messages for turn in turns),
-            "info": _objects(turn.info for turn in turns),
-            "sampling": TensorDict(
-                {
-                    name: torch.tensor(
-                        [type(plain)(answer.sampling.get(name, plain)) for answer in completions],
-                        device="cpu",
-                    )
-                    for name, plain in _PLAIN.items()
-                },
-                [size],
-            ),
-            "finish_reason": _objects(answer.finish_reason for answer in completions),
-            "stop_reason": _objects(stop_reason),
-            "data": _objects(
-                data for data, n in zip(items, lengths, strict=True) for _ in range(n)
-            ),
-        },
-        [size],
+    columns: dict[Path, Column] = {
+        ("tokens", "prompt"): Rows(_prompts([turn.prompt_ids for turn in turns])),
+        ("tokens", "response"): _split([answer.token_ids for answer in completions], torch.int64),
+        ("log_probs", "response"): _split(
+            [answer.log_probs for answer in completions], torch.float32
+        ),
+        ("versions", "response"): _split([answer.versions for answer in completions], torch.int64),
+        ("next", "reward"): torch.tensor(
+            [[turn.reward] for turn in turns], dtype=torch.float32, device="cpu"
+        ),
+        ("next", "done"): flags(True for _ in reasons),
+        ("next", "terminated"): flags(not reason.truncated for reason in reasons),
+        ("next", "truncated"): flags(reason.truncated for reason in reasons),
+        ("collector", "traj_ids"): per_turn(episode.traj_id for episode in episodes),
+        ("group",): per_turn(episode.group for episode in episodes),
+        ("turn", "parent"): torch.tensor(list(chain.from_iterable(parents)), device="cpu"),
+        ("seconds", "model"): torch.tensor([turn.model_seconds for turn in turns], device="cpu"),
+        ("seconds", "env"): torch.tensor([turn.env_seconds for turn in turns], device="cpu"),
+        ("text",): Objects([turn.messages for turn in turns]),
+        ("info",): Objects([turn.info for turn in turns]),
+    }
+    for name, plain in _PLAIN.items():
+        columns["sampling", name] = torch.tensor(
+            [type(plain)(answer.sampling.get(name, plain)) for answer in completions], device="cpu"
+        )
+    columns["finish_reason",] = Objects([answer.finish_reason for answer in completions])
+    columns["stop_reason",] = Objects(stop_reason)
+    columns["data",] = Objects(
+        [data for data, n in zip(items, lengths, strict=True) for _ in range(n)]
     )
     if any(episode.valid is not None for episode in episodes):
-        batch["valid"] = per_turn(episode.valid is not False for episode in episodes)
+        columns["valid",] = per_turn(episode.valid is not False for episode in episodes)
     if any(episode.shows_images for episode in episodes):
-        new = chain.from_iterable(map(_new_images, episodes, parents))
-        batch["images"] = TensorDict({"new": _objects(new)}, [size])
+        columns["images", "new"] = Objects(
+            list(chain.from_iterable(map(_new_images, episodes, parents)))
+        )
+    batch: TensorDict = pack(Steps(size, columns), unread=True)
     entries = join_entries(
         [episode.entries for episode in episodes],
         [len(episode.turns) * (episode.valid is False) for episode in episodes],
@@ -361,27 +330,7 @@ def _prompts(prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     ]
 
 
-def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _split(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Rows:
     """One tensor per row, all views of one buffer."""
     flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype, device="cpu")
-    return flat.split([len(row) for row in rows])
-
-
-def _ragged(**columns: Sequence[torch.Tensor]) -> LazyStackedTensorDict:
-    """A lazy stack of columns whose lengths differ from step to step."""
-    names = list(columns)
-    return LazyStackedTensorDict(
-        *(
-            TensorDict(dict(zip(names, row, strict=True)))
-            for row in zip(*columns.values(), strict=True)
-        ),
-        stack_dim=0,
-    )
-
-
-def _objects(values: Iterable[Any]) -> NonTensorStack:
-    values = list(values)
-    # Wrap each object once: many are the same, and wrapping is the slowest part.
-    wrapped = {id(value): value for value in values}
-    wrapped = {key: NonTensorData(value) for key, value in wrapped.items()}
-    return NonTensorStack(*(wrapped[id(value)] for value in values))
+    return Rows(list(flat.split([len(row) for row in rows])))

@@ -379,7 +379,7 @@ class EpisodeStorage(LazyStackStorage):
             steps = self._store.read(selection.plan, selection.read)
             if selection.marks is not None:
                 selection.marks.mark(selection.told, self.device, steps)
-            data = pack(steps, self.device, batch_size=shape)
+            data = pack(steps, self.device, batch_size=shape, unread=True)
         return data[0] if shape is None else data
 
     def _selected(self, index: Any) -> Selection | None:
@@ -667,7 +667,7 @@ class EpisodeStorage(LazyStackStorage):
 
     def _pack(self, plan: ReadPlan, batch_size: torch.Size | None = None) -> Any:
         """Read the steps of ``plan`` as a TensorDict."""
-        return pack(self._store.read(plan), self.device, batch_size=batch_size)
+        return pack(self._store.read(plan), self.device, batch_size=batch_size, unread=True)
 
     def _read_selections(self) -> None:
         """Read pending selections before their rows change."""

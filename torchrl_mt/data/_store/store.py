@@ -31,7 +31,7 @@ from torchrl_mt.data._store.columns.columns import (
     StoredColumn,
 )
 from torchrl_mt.data._store.columns.memory import Memory
-from torchrl_mt.data._store.columns.prompt_column import PromptColumn, additions_of
+from torchrl_mt.data._store.columns.prompt_column import PromptColumn, Prompts
 from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
@@ -465,7 +465,7 @@ class EpisodeStore:
             paths = {PROMPT, RESPONSE, PARENT} & columns.keys()
             steps = Steps(len(plan), {path: columns[path].read(plan) for path in paths})
             lengths = torch.tensor(stored.lengths, device="cpu")
-            growing.plan(Change(stored), additions_of(steps, lengths))()
+            growing.plan(Change(stored), Prompts.of(steps, lengths))()
         return growing
 
     def _recount(self, schema: Schema, columns: dict[Path, StoredColumn]) -> Tensor | None:
@@ -559,5 +559,5 @@ def _with_additions(schema: Schema, steps: Steps, lengths: Tensor) -> Steps:
     """Replace each prompt by what it adds to an earlier turn."""
     if not schema.has_turns:
         return steps
-    grown = cast(Column, additions_of(steps, lengths))
+    grown = cast(Column, Prompts.of(steps, lengths))
     return replace(steps, columns={**steps.columns, PROMPT: grown})

@@ -8,7 +8,7 @@ import torch
 from tensordict import is_tensor_collection
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.prompt_column import Additions
+from torchrl_mt.data._store.columns.prompt_column import Prompts
 from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Objects, Steps, step_tensors
 
@@ -49,7 +49,7 @@ def _sizes(column: Any) -> Tensor:
     """Count the stored elements of each step: int64 ``[T]``."""
     if isinstance(column, Objects):
         sizes = [_elements(item) for item in column.items]
-    elif isinstance(column, Additions):
+    elif isinstance(column, Prompts):
         sizes = [item.added.numel() for item in column.items]
     else:
         sizes = [item.numel() for item in step_tensors(column)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.prompt_column import Addition, Additions, additions_of, expand
+from torchrl_mt.data._store.columns.prompt_column import Addition, Prompts
 from torchrl_mt.data._store.schema import PROMPT, RESPONSE, Schema
 from torchrl_mt.data._store.steps import Path, Rows, Steps, step_tensors
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
@@ -58,7 +58,7 @@ def _replaced(
 
 def as_additions(steps: Steps) -> Steps:
     """Convert an episode with whole prompts to what files hold."""
-    items = additions_of(steps, torch.tensor([steps.length], device="cpu")).items
+    items = Prompts.of(steps, torch.tensor([steps.length], device="cpu")).items
     parts: dict[Path, Any] = {
         _ADDED: Rows([item.added for item in items]),
         _KEPT: torch.tensor([item.kept for item in items], device="cpu"),
@@ -83,7 +83,7 @@ def whole_prompts(steps: Steps) -> Steps:
         if not (0 <= back[t] <= t and 0 <= kept[t] <= (sizes[t - back[t]] if back[t] else 0)):
             raise ValueError(f"the prompt of turn {t} keeps tokens of a turn that has them not.")
         sizes.append(kept[t] + len(new) + len(answer))
-    prompts = Rows(expand(Additions([*map(Addition, back, kept, added)]), answers))
+    prompts = Rows(Prompts([*map(Addition, back, kept, added)]).whole(answers))
     return replace(steps, columns=_replaced(columns, _ADDED, {PROMPT: prompts}))
 
 

@@ -2,7 +2,7 @@
 
 A prompt usually begins with an earlier turn's prompt and response, so only the rest is stored. A
 conversation then takes memory in proportion to its length, not to its square; so do several in one
-episode that alternate. ``expand`` inverts ``additions`` for any prompts.
+episode that alternate. :meth:`Prompts.whole` gives back any prompts that :meth:`Prompts.of` was given.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ from torchrl_mt.data._store.ring import Blocks, Moves, runs
 from torchrl_mt.data._store.schema import PARENT, PROMPT, RESPONSE, Entry
 from torchrl_mt.data._store.steps import Column, Objects, Rows, Steps, kinds, step_tensors
 
-__all__ = [
-    "Addition",
-    "Additions",
-    "PromptColumn",
-    "additions",
-    "additions_of",
-    "copy_of_episodes",
-    "expand",
-]
+__all__ = ["Addition", "PromptColumn", "Prompts", "copy_of_episodes"]
 
 
 class Addition(NamedTuple):
@@ -47,79 +39,88 @@ class Addition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Additions:
-    """One prompt per step."""
+class Prompts:
+    """Prompts of whole episodes, one after the other, as what each adds: a column of ``Steps``."""
 
     items: list[Addition]
 
+    @staticmethod
+    def of(steps: Steps, lengths: Tensor) -> Prompts:
+        """Compute what each prompt of whole episodes adds; see :meth:`compared`."""
+        prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
+        parents = steps.columns.get(PARENT)
+        if isinstance(parents, Rows) and len({item.shape for item in parents.items}) == 1:
+            parents = dense(parents)
+        if not isinstance(parents, Tensor) or parents.numel() != steps.length:
+            return Prompts.compared(prompts, responses, lengths)
+        return Prompts.compared(prompts, responses, lengths, parents.reshape(-1).long().tolist())
 
-def additions(
-    prompts: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    lengths: Tensor,
-    parents: Sequence[int] | None = None,
-) -> Additions:
-    """Compute what each prompt adds to the turn before it, or to its parent if that shares more.
+    @staticmethod
+    def compared(
+        prompts: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        lengths: Tensor,
+        parents: Sequence[int] | None = None,
+    ) -> Prompts:
+        """Compute what each prompt adds to the turn before it, or to its parent if that shares more.
 
-    Wrong parents only make prompts share less.
+        Wrong parents only make prompts share less.
 
-    Args:
-        prompts: ``[T]`` vectors of tokens, of whole episodes one after the other.
-        responses: ``[T]`` vectors of tokens.
-        lengths: int64 ``[E]``, turns of each episode.
-        parents: for each turn, the turn of its episode that it continues; -1 for none.
+        Args:
+            prompts: ``[T]`` vectors of tokens, of whole episodes one after the other.
+            responses: ``[T]`` vectors of tokens.
+            lengths: int64 ``[E]``, turns of each episode.
+            parents: for each turn, the turn of its episode that it continues; -1 for none.
 
-    Examples:
-        >>> prompts = [torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])]
-        >>> responses = [torch.tensor([3]), torch.tensor([5])]
-        >>> additions(prompts, responses, torch.tensor([2])).items[1]
-        Addition(back=1, kept=3, added=tensor([4]))
-    """
-    items: list[Addition] = []
-    for first, stop in pairwise([0, *lengths.cumsum(0).tolist()]):
-        for t in range(first, stop):
-            base, kept = t, 0
-            before = {t - 1} if parents is None else {t - 1, first + parents[t]}
-            for j in before:
-                if (
-                    first <= j < t
-                    and (shared := _shared(prompts[t], prompts[j], responses[j])) > kept
-                ):
-                    base, kept = j, shared
-            items.append(Addition(t - base, kept, prompts[t][kept:]))
-    return Additions(items)
+        Examples:
+            >>> prompts = [torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])]
+            >>> responses = [torch.tensor([3]), torch.tensor([5])]
+            >>> Prompts.compared(prompts, responses, torch.tensor([2])).items[1]
+            Addition(back=1, kept=3, added=tensor([4]))
+        """
+        items: list[Addition] = []
+        for first, stop in pairwise([0, *lengths.cumsum(0).tolist()]):
+            for t in range(first, stop):
+                base, kept = t, 0
+                before = {t - 1} if parents is None else {t - 1, first + parents[t]}
+                for j in before:
+                    if (
+                        first <= j < t
+                        and (shared := _shared(prompts[t], prompts[j], responses[j])) > kept
+                    ):
+                        base, kept = j, shared
+                items.append(Addition(t - base, kept, prompts[t][kept:]))
+        return Prompts(items)
 
+    def whole(self, responses: Sequence[Tensor]) -> list[Tensor]:
+        """Rebuild the prompts of consecutive turns; the first must not refer to an earlier turn.
 
-def expand(additions: Additions, responses: Sequence[Tensor]) -> list[Tensor]:
-    """Rebuild the prompts of consecutive turns; the first must not refer to an earlier turn.
+        Prompts that extend each other are views of one tensor.
 
-    Prompts that extend each other are views of one tensor.
-
-    Args:
-        additions: what each prompt adds.
-        responses: one vector of tokens per turn.
-    """
-    lines: list[list[Tensor]] = []
-    """Pieces of each line of tokens; prompts that extend each other end on one line."""
-    begins: list[tuple[int, int]] = []
-    """For each line, the line that it branches off from, and after how many tokens."""
-    sizes: list[int] = []
-    ends: list[tuple[int, int]] = []
-    """For each prompt, its line, and where it ends there."""
-    for (back, kept, added), response in zip(additions.items, responses, strict=True):
-        line = ends[-back][0] if kept else -1
-        if line < 0 or kept < sizes[line]:
-            begins.append((line, kept))
-            lines.append([])
-            sizes.append(kept)
-            line = len(lines) - 1
-        lines[line] += (added, response)
-        ends.append((line, sizes[line] + len(added)))
-        sizes[line] += len(added) + len(response)
-    whole: list[Tensor] = []
-    for (line, kept), pieces in zip(begins, lines, strict=True):
-        whole.append(torch.cat([whole[line][:kept], *pieces] if kept else pieces))
-    return [whole[line][:end] for line, end in ends]
+        Args:
+            responses: one vector of tokens per turn.
+        """
+        lines: list[list[Tensor]] = []
+        """Pieces of each line of tokens; prompts that extend each other end on one line."""
+        begins: list[tuple[int, int]] = []
+        """For each line, the line that it branches off from, and after how many tokens."""
+        sizes: list[int] = []
+        ends: list[tuple[int, int]] = []
+        """For each prompt, its line, and where it ends there."""
+        for (back, kept, added), response in zip(self.items, responses, strict=True):
+            line = ends[-back][0] if kept else -1
+            if line < 0 or kept < sizes[line]:
+                begins.append((line, kept))
+                lines.append([])
+                sizes.append(kept)
+                line = len(lines) - 1
+            lines[line] += (added, response)
+            ends.append((line, sizes[line] + len(added)))
+            sizes[line] += len(added) + len(response)
+        whole: list[Tensor] = []
+        for (line, kept), pieces in zip(begins, lines, strict=True):
+            whole.append(torch.cat([whole[line][:kept], *pieces] if kept else pieces))
+        return [whole[line][:end] for line, end in ends]
 
 
 def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
@@ -141,20 +142,9 @@ def copy_of_episodes(steps: Steps, lengths: Tensor) -> Steps:
         return steps.clone()
     rest = {path: column for path, column in steps.columns.items() if path != PROMPT}
     copied = replace(steps, columns=rest).clone().columns
-    grown = Rows(expand(additions_of(steps, lengths), responses.items))
+    grown = Rows(Prompts.of(steps, lengths).whole(responses.items))
     columns = {path: copied.get(path, grown) for path in steps.columns}
     return replace(steps, columns=columns)
-
-
-def additions_of(steps: Steps, lengths: Tensor) -> Additions:
-    """Compute what each prompt of whole episodes adds; see :func:`additions`."""
-    prompts, responses = (step_tensors(steps.columns[path]) for path in (PROMPT, RESPONSE))
-    parents = steps.columns.get(PARENT)
-    if isinstance(parents, Rows) and len({item.shape for item in parents.items}) == 1:
-        parents = dense(parents)
-    if not isinstance(parents, Tensor) or parents.numel() != steps.length:
-        return additions(prompts, responses, lengths)
-    return additions(prompts, responses, lengths, parents.reshape(-1).long().tolist())
 
 
 class PromptColumn:
@@ -180,7 +170,7 @@ class PromptColumn:
         return self._added.nbytes + 24 * self._kept.shape[0]
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
-        """Plan to write the :class:`Additions` of whole episodes."""
+        """Plan to write the :class:`Prompts` of whole episodes."""
         rows = change.written.rows
         back, kept = (
             torch.tensor(x, dtype=torch.int64, device="cpu")
@@ -216,7 +206,7 @@ class PromptColumn:
         prompts: list[Tensor] = []
         ends = turns.cumsum(0)
         for start, stop in zip((ends - turns).tolist(), ends.tolist(), strict=True):
-            prompts += expand(Additions(items[start:stop]), answers[start:stop])
+            prompts += Prompts(items[start:stop]).whole(answers[start:stop])
         place = (ends - turns)[chain] + since
         return Rows([prompts[i] for i in place.tolist()])
 
