@@ -38,6 +38,7 @@ from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -51,13 +52,7 @@ KEY = "episode"
 
 
 def buffer(sampler=None, *, cls=ReplayBuffer, max_steps=40, batch_size=12, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        batch_size=batch_size,
-        **kwargs,
-    )
+    return buffer_of(max_steps, sampler, cls=cls, batch_size=batch_size, **kwargs)
 
 
 def check(make, rb, sample, span=1):

@@ -1,5 +1,6 @@
 """A run is saved whole, restored whole, and goes on exactly where it was."""
 
+from tests.buffers import buffer_of
 import builtins
 import errno
 import io
@@ -91,13 +92,7 @@ class Run:
             "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
             "engine": engine,
             "collector": Collector(engine),
-            "buffer": ReplayBuffer(
-                storage=EpisodeStorage(12),
-                writer=EpisodeWriter(),
-                sampler=EpisodeSampler(replacement=False),
-                batch_size=2,
-                generator=torch.Generator().manual_seed(seed),
-            ),
+            "buffer": buffer_of(12, EpisodeSampler(replacement=False), batch_size=2, seed=seed),
             "plain": ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2),
             "noise": torch.Generator().manual_seed(seed),
             "choice": np.random.default_rng(seed),
@@ -205,12 +200,7 @@ def test_restored_parts_need_no_file(tmp_path):
 
 def small_parts(number):
     """Parts of each kind, made of ``number``."""
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(10),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=1),
-        batch_size=1,
-    )
+    buffer = buffer_of(10, ClipSampler(slice_len=1), batch_size=1)
     buffer.extend(episode(1 + number % 3, number))
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, number)
@@ -609,9 +599,7 @@ class WatchedLock:
 
 
 def test_nothing_is_delivered_while_a_collector_is_saved(tmp_path, tokenizer):
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100), writer=EpisodeWriter(), sampler=EpisodeSampler(), batch_size=1
-    )
+    buffer = buffer_of(100, EpisodeSampler(), batch_size=1)
     collector = MultiTurnCollector(
         GuessNumber(4, turns=1),
         ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id]),
