@@ -3,11 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
 from tests.tiers import examples

@@ -53,12 +53,7 @@ def test_padding_repeats_the_last_step_of_shorter_clips(
 ):
     turns = turns and stride == 1
     burn_in = min(burn_in, slice_len - 1)
-    options = {
-        "slice_len": slice_len,
-        "stride": stride,
-        "strict_length": False,
-        "burn_in": burn_in,
-    }
+    options = {"slice_len": slice_len, "stride": stride, "strict_length": False, "burn_in": burn_in}
     plain = buffer(sampler(**options))
     padded = buffer(sampler(**options, pad_output=True, layout=layout))
     data = make.turns(lengths) if turns else vectors(make, lengths)

@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict import lazy_stack as stack
-from torchrl.data import (
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
 from tests.data.handles import HANDLES

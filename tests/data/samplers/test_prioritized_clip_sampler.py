@@ -9,31 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import (
-    PrioritizedSampler,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import PrioritizedSampler, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.buffers import buffer_of
 from tests.data.handles import HANDLES, PADDING, numbers_of
 from tests.data.saving import HOW, saved
 from tests.tiers import examples
-from torchrl_mt.data import (
-    ClipSampler,
-    EpisodeStorage,
-    EpisodeWriter,
-    PrioritizedClipSampler,
-)
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
 
-REDUCTIONS = {
-    "max": max,
-    "min": min,
-    "mean": statistics.fmean,
-    "median": statistics.median_low,
-}
+REDUCTIONS = {"max": max, "min": min, "mean": statistics.fmean, "median": statistics.median_low}
 
 
 def buffer(cls=TensorDictReplayBuffer, max_steps=100, seed=0, prefetch=None, batch_size=None, **kw):
@@ -380,7 +366,7 @@ OPERATIONS = [
 ]
 
 
-@examples(200)
+@examples(200, few=20)
 @given(data=st.data())
 def test_every_priority_stays_with_its_clip(make, data):
     """Whatever is done: each clip's leaf is of its own priority, and every other leaf is 0."""
@@ -505,6 +491,18 @@ def test_priorities_follow_from_numbers_and_shapes(make, data):
         rb.update_priority(given_, torch.tensor(values))
         assert list(priorities(rb).values()) == pytest.approx(expected)
         assert rb.sampler.dropped == dropped
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_several_priorities_of_a_step_or_a_row_become_one(make, reduction):
+    rb, reduce = buffer(slice_len=2, reduction=reduction), REDUCTIONS[reduction]
+    rb.extend(make.vectors([9]))
+    rb.update_priority(torch.tensor([3, 5, 3, 5, 3, 3]), torch.tensor([4.0, 1, 2, 8, 9, 7]))
+    rows = torch.tensor([[1, 2, 3], [6, 7, 8]]) + HANDLES
+    rb.update_priority(rows, torch.tensor([[3.0, 1, 8], [5, 6, 2]]))
+    expected = {3: [4.0, 2, 9, 7], 5: [1.0, 8], 1: [3.0, 1, 8], 6: [5.0, 6, 2]}
+    for i, value in enumerate(priorities(rb).values()):
+        assert value == pytest.approx(reduce(expected[i]) if i in expected else 1.0)
 
 
 def test_a_write_touches_what_came_and_what_left(make, monkeypatch):

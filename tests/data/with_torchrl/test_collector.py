@@ -7,13 +7,7 @@ import pytest
 import torch
 from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import (
-    GymEnv,
-    ParallelEnv,
-    SerialEnv,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
 from tests.buffers import buffer_of
 from tests.tiers import slow

@@ -27,13 +27,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
-from torchrl.envs import (
-    PendulumEnv,
-    RenameTransform,
-    RewardScaling,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import PendulumEnv, RenameTransform, RewardScaling, StepCounter, TransformedEnv
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE

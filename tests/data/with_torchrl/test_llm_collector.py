@@ -9,13 +9,7 @@ import re
 
 import pytest
 import torch
-from tensordict import (
-    NonTensorStack,
-    TensorDict,
-    is_tensor_collection,
-    is_tensorclass,
-    lazy_stack,
-)
+from tensordict import NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass, lazy_stack
 from tensordict.utils import is_non_tensor
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector

@@ -422,10 +422,7 @@ def agents(length, *ends):
     for t, agent in ends:
         done[t, agent] = True
     return TensorDict(
-        {
-            "x": torch.arange(length),
-            "next": {"agents": {"done": done, "terminated": done.clone()}},
-        },
+        {"x": torch.arange(length), "next": {"agents": {"done": done, "terminated": done.clone()}}},
         [length],
     )
 

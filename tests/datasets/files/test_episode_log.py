@@ -204,9 +204,7 @@ def test_an_episode_that_cannot_be_written_leaves_nothing(format, failing, tmp_p
         episode_folder.EpisodeFolder,
         "_open",
         lambda self: setattr(
-            self,
-            "_files",
-            [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES],
+            self, "_files", [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES]
         ),
     )
     with open_episodes(path, format=format) as out:

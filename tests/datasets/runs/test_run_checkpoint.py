@@ -488,28 +488,20 @@ def test_an_earlier_checkpoint_without_classes_is_restored(tmp_path, monkeypatch
     assert RunCheckpoint(tmp_path).restore(optimizer=optimizer(2)) == 1
 
 
-def test_a_buffer_that_refuses_its_files_changes_nothing(tmp_path):
+class Picky(dict):
+    def update(self, state):
+        raise KeyError("other data")
+
+
+def test_a_part_that_refuses_its_state_is_named(tmp_path):
     RunCheckpoint(tmp_path).save(2, **small_parts(2))
-    parts = small_parts(0)
+    parts, small = small_parts(0), buffer_of(1, batch_size=1)
     before = values(parts)
-    small = ReplayBuffer(storage=EpisodeStorage(1), writer=EpisodeWriter(), batch_size=1)
-    with pytest.raises(
-        ValueError, match=r"part 'buffer' cannot be restored(.|\n)*it: nothing;"
-    ):
+    with pytest.raises(ValueError, match=r"'buffer' cannot be restored(.|\n)*it: nothing;"):
         RunCheckpoint(tmp_path).restore(**parts | {"buffer": small})
     assert values(parts) == before
-
-
-def test_a_part_that_refuses_its_state_is_named(three):
-    class Picky(dict):
-        def update(self, state):
-            raise KeyError("other data")
-
-    parts = small_parts(0) | {"table": Picky()}
-    with pytest.raises(
-        ValueError, match=r"part 'table' cannot be restored(.|\n)*it: buffer, model;"
-    ):
-        RunCheckpoint(three).restore(**parts)
+    with pytest.raises(ValueError, match=r"'table' cannot be restored(.|\n)*it: buffer, model;"):
+        RunCheckpoint(tmp_path).restore(**parts | {"table": Picky()})
 
 
 def test_collectors_are_loaded_after_their_engine_took_the_weights(tmp_path):
