@@ -1,4 +1,7 @@
-"""A storage takes the episodes of a dataset, some at a time, and loses none."""
+"""A storage takes the episodes of a dataset, some at a time, and loses none.
+
+How many at a time is private, and set to few here: nobody can ask for it.
+"""
 
 import pytest
 import torch

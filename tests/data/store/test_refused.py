@@ -1,4 +1,7 @@
-"""Writes that fail half-way, or are interrupted, leave the storage as it was."""
+"""Writes that fail half-way, or are interrupted, leave the storage as it was.
+
+They are made to by private memory and columns: no storage can be asked to fail at a certain moment.
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Formats with large files and a log: what is in both, at every moment."""
+"""Formats with large files and a log: what is in both, at every moment.
+
+The moments are lines of private modules: a kill may come between any two of them.
+"""
 
 from __future__ import annotations
 

@@ -159,6 +159,7 @@ def test_a_clip_opens_the_images_of_its_steps_alone(tmp_path):
 
 @pytest.mark.parametrize("keys", first_fast([None, ["pixels"], ["next"], ["next", "pixels"]]))
 def test_an_image_that_is_in_two_entries_is_decoded_once(keys, tmp_path, monkeypatch):
+    """By a private function: what is read does not tell how often."""
     decoded = []
 
     def read_image(entry, row, *rest):

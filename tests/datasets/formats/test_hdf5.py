@@ -174,6 +174,7 @@ def test_what_a_killed_writer_leaves_is_whole_and_goes_on(tmp_path):
 
 
 def test_a_write_that_fails_anywhere_is_undone(tmp_path, monkeypatch):
+    """Of a private class: a disk is not full at each of its writes in turn."""
     path, expected, write = tmp_path / "a.h5", [], hdf5_rows.GrowingRows.write
     until = 0
 
