@@ -493,6 +493,19 @@ def test_priorities_follow_from_numbers_and_shapes(make, data):
         assert rb.sampler.dropped == dropped
 
 
+def test_what_has_left_is_dropped_and_changes_no_other(make):
+    rb = buffer(max_steps=12, slice_len=2)
+    rb.extend(make.vectors([4, 4, 4]))
+    rb.sample(4)
+    rb.extend(make.vectors([3], first_id=3))
+    expected, first = list(priorities(rb).values()), HANDLES + rb.storage.table.first
+    index = torch.tensor([first - 1, first, first + 4, first - 2, -1])
+    rb.update_priority(index, torch.tensor([2.0, 3, 4, 5, 6]))
+    expected[0], expected[4] = 3.0, 4.0
+    assert list(priorities(rb).values()) == expected
+    assert rb.sampler.dropped == 2
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_several_priorities_of_a_step_or_a_row_become_one(make, reduction):
     rb, reduce = buffer(slice_len=2, reduction=reduction), REDUCTIONS[reduction]
