@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.data import PrioritizedClipSampler
 from torchrl_mt.datasets import RunCheckpoint
 
 STATES = Path(__file__).with_name("earlier_states.zip")
@@ -43,11 +44,8 @@ OPEN = (2, 2)
 
 
 def empty():
-    return TensorDictReplayBuffer(
-        storage=EpisodeStorage(20),
-        writer=EpisodeWriter(),
-        sampler=PrioritizedClipSampler(slice_len=2),
-        batch_size=8,
+    return buffer_of(
+        20, PrioritizedClipSampler(slice_len=2), cls=TensorDictReplayBuffer, batch_size=8
     )
 
 

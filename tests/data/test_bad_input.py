@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -31,12 +32,8 @@ def batch(*done, ids=None, **entries):
 
 def buffer(sampler=None, cls=ReplayBuffer, batch_size=4):
     """Two stored episodes, of 3 and 5 steps, and an open one of 2."""
-    rb = cls(
-        storage=EpisodeStorage(MAX_STEPS),
-        writer=EpisodeWriter(),
-        sampler=sampler or ClipSampler(slice_len=2),
-        batch_size=batch_size,
-        generator=torch.Generator().manual_seed(0),
+    rb = buffer_of(
+        MAX_STEPS, sampler or ClipSampler(slice_len=2), cls=cls, batch_size=batch_size, seed=0
     )
     rb.extend(batch(False, False, True, ids=[3] * 3))
     rb.extend(batch(*[False] * 4, True, ids=[4] * 5))

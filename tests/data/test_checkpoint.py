@@ -29,6 +29,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Transform
 
+from tests.buffers import buffer_of
 from tests.data import versions
 from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
@@ -80,13 +81,13 @@ SAMPLERS = {
 
 
 def buffer(sampler="clips", *, cls=ReplayBuffer, max_steps=30, seed=0, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=SAMPLERS[sampler](),
+    return buffer_of(
+        max_steps,
+        SAMPLERS[sampler](),
+        cls=cls,
         transform=Count(),
         batch_size=2,
-        generator=None if seed is None else torch.Generator().manual_seed(seed),
+        seed=seed,
         **kwargs,
     )
 
@@ -554,9 +555,7 @@ def test_every_buffer_is_told_of_every_change(make):
     ],
 )
 def test_every_sampler_is_told_that_other_steps_are_stored(make, sampler, how):
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(40), writer=EpisodeWriter(), sampler=sampler(), batch_size=6
-    )
+    rb = buffer_of(40, sampler(), batch_size=6)
     other = ReplayBuffer(storage=rb.storage, writer=EpisodeWriter())
     other.extend(make.vectors([3, 4, 5]))
     rb.sample()

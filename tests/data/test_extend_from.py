@@ -1,4 +1,7 @@
-"""A storage takes the episodes of a dataset, some at a time, and loses none."""
+"""A storage takes the episodes of a dataset, some at a time, and loses none.
+
+How many at a time is private, and set to few here: nobody can ask for it.
+"""
 
 import pytest
 import torch
@@ -8,8 +11,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorStorage
 from torchrl.data.datasets.common import BaseDatasetExperienceReplay
 from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage
 from torchrl_mt.data._store import dataset_episodes
 
 
@@ -210,9 +214,7 @@ def test_offline_datasets_of_torchrl_go_through_a_buffer(make, tmp_path, ids, at
         number = data.pop("episode")
         data.set(("collector", "traj_ids"), number) if ids else None
     dataset = Offline(data, tmp_path)
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100), writer=EpisodeWriter(), sampler=EpisodeSampler(), batch_size=2
-    )
+    buffer = buffer_of(100, EpisodeSampler(), batch_size=2)
     step = at_a_time or len(dataset)
     open_steps = 0
     for first in range(0, len(dataset), step):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrl.data import AdaptiveKLController, ReplayBuffer
+from torchrl.data import AdaptiveKLController
 
+from tests.buffers import buffer_of
 from tests.tiers import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage
 from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
@@ -35,13 +36,12 @@ def parts(seed, adaptive):
     torch.manual_seed(seed)
     model, tokenizer = tiny_chat_model("guess to higher lower correct invalid 1 2 3 4")
     engine = TransformersEngine(model, tokenizer, share_weights=False)
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(1000, max_episodes=24),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(group_key="group", group_size=4, replacement=False),
+    buffer = buffer_of(
+        EpisodeStorage(1000, max_episodes=24),
+        EpisodeSampler(group_key="group", group_size=4, replacement=False),
         transform=MergeTurns(),
         batch_size=2,
-        generator=torch.Generator().manual_seed(0),
+        seed=0,
     )
     collector = MultiTurnCollector(
         GuessNumber(4, turns=2),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.data import earlier
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage
 from torchrl_mt.datasets import RunCheckpoint
 
 SAMPLERS = {
@@ -94,11 +95,8 @@ def test_a_buffers_files_are_plain(make, tmp_path):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_samplers_state_is_plain(make, name, tmp_path):
     def buffer():
-        return TensorDictReplayBuffer(
-            storage=EpisodeStorage(20),
-            writer=EpisodeWriter(),
-            sampler=SAMPLERS[name](),
-            batch_size=4 if name == "clips" else 1,
+        return buffer_of(
+            20, SAMPLERS[name](), cls=TensorDictReplayBuffer, batch_size=4 if name == "clips" else 1
         )
 
     rb, other = buffer(), buffer()

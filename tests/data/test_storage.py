@@ -3,12 +3,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
@@ -174,12 +171,7 @@ def test_inference_mode_and_default_devices_do_not_matter(make, turns):
     with torch.inference_mode():
         storage = EpisodeStorage(20)
     storage.append(maker([3]))
-    rb = ReplayBuffer(
-        storage=storage,
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=2),
-        batch_size=4,
-    )
+    rb = buffer_of(storage, ClipSampler(slice_len=2), batch_size=4)
     data = [maker([4, 3], seed=k, first_id=2 * k) for k in range(6)]
     with torch.inference_mode():
         rb.extend(data[0].clone())
@@ -213,12 +205,7 @@ def test_tensorclasses_come_back_as_such():
         done = torch.arange(n) == n - 1
         return Step(x=torch.randn(n), next=TensorDict({"done": done}, [n]), batch_size=[n])
 
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(20),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=2),
-        batch_size=4,
-    )
+    rb = buffer_of(20, ClipSampler(slice_len=2), batch_size=4)
     data = step(5)
     for piece in (data[:2], data[2:]):
         rb.extend(piece)

@@ -28,42 +28,6 @@ def ages(rb, index):
     return out.tolist()
 
 
-def interleaved(make, turns, lengths, draw, environments):
-    """The episodes, and their steps in an order in which several environments run at once."""
-    maker = make.turns if turns else make.vectors
-    episodes = [maker([n], seed=k, first_id=k) for k, n in enumerate(lengths)]
-    waiting, running, steps = list(range(len(lengths))), {}, []
-    finished = []
-    while waiting or running:
-        while waiting and len(running) < environments:
-            running[waiting.pop(0)] = 0
-        k = draw(st.sampled_from(sorted(running)))
-        steps.append(episodes[k][running[k]])
-        running[k] += 1
-        if running[k] == lengths[k]:
-            finished.append(k)
-            del running[k]
-    return [episodes[k] for k in finished], steps
-
-
-@examples(60)
-@given(data=st.data(), lengths=episode_lengths, turns=st.booleans(), cls=st.booleans())
-def test_pieces_of_interleaved_episodes_are_put_together(make, data, lengths, turns, cls):
-    rb = buffer(TensorDictReplayBuffer if cls else ReplayBuffer)
-    expected, steps = interleaved(make, turns, lengths, data.draw, data.draw(st.integers(1, 3)))
-    ended = 0
-    while steps:
-        n = data.draw(st.integers(1, len(steps)))
-        piece, steps = steps[:n], steps[n:]
-        rb.extend(lazy_stack(piece) if turns else torch.stack(piece))
-        while ended < len(rb.storage.lengths):
-            assert make.steps(rb.storage.episode(ended)) == make.steps(expected[ended])
-            ended += 1
-    assert ended == len(expected)
-    assert rb.writer.open_episodes == {}
-    assert rb.write_count == sum(lengths)
-
-
 @examples(40)
 @given(data=st.data(), with_ids=st.booleans(), turns=st.booleans())
 def test_rows_of_batches_are_environments(make, data, with_ids, turns):
@@ -255,20 +219,6 @@ def test_a_transform_of_many_episodes_stores_what_one_by_one_would(make, data, l
     assert make.steps(together[:]) == make.steps(alone[:])
     assert together.storage.lengths.tolist() == [min(n, 2) for n in lengths]
     assert alone.writer.transform.calls == len(lengths)
-
-
-def test_a_tensordict_buffer_marks_what_is_stored(make):
-    rb = buffer(TensorDictReplayBuffer)
-    data = make.vectors([3, 4])
-    index = [rb.extend(piece).tolist() for piece in data.split(2)]
-    assert index == [[-1, -1], [HANDLES + 2, -1], [-1, -1], [HANDLES + 6]]
-    assert make.steps(rb[:]) == make.steps(data)
-    batch = torch.stack([make.vectors([2]), make.vectors([2], first_id=1)])
-    assert rb.storage.places(rb.extend(batch)).tolist() == [[7, 8], [9, 10]]
-    batch["episode"] = torch.tensor([[2, 1], [3, 3]])
-    batch["next", "done"][0] = True
-    index = rb.extend(batch.reshape(-1))
-    assert index.tolist() == [HANDLES + i for i in (11, 12, 13, 14)]
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import ClipSampler
 
 
 class Number(Transform):
@@ -28,10 +28,9 @@ class Number(Transform):
 
 def empty():
     """A buffer to load a version in."""
-    return ReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=1),
+    return buffer_of(
+        100,
+        ClipSampler(slice_len=1),
         transform=Number(),
         generator=torch.Generator(),
         batch_size=1,

@@ -14,26 +14,12 @@ from tensordict import TensorDict
 from torchrl_mt.data._store.schema import bits
 from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack, unpack
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
 # fmt: off
+DTYPES = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]
 ODD_NAMES = [
     "..", ".", "/", "a/b", "a", "A", "a.b", "b", "npy", "a.npy", "mp4", "con", "NUL", "aux.x", "é",
     "e\u0301", "ß", "ss", "a ", "a.", " ", "\n", "\x00", "~", "-a", "_", "a~b", "x" * 300, "\\",

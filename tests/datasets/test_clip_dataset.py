@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import ClipDataset, EpisodeDataset, save_episodes
@@ -82,10 +83,9 @@ def test_clips_are_what_the_clip_sampler_samples(lengths, slice_len, stride):
     assert len(clips) == storage.num_clips(slice_len * stride)
     if not len(clips):
         return
-    buffer = ReplayBuffer(
-        storage=storage,
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(
+    buffer = buffer_of(
+        storage,
+        ClipSampler(
             slice_len=slice_len,
             stride=stride,
             layout="clips",

@@ -202,11 +202,7 @@ def test_bad_formats_are_refused():
 
 @pytest.mark.parametrize(
     ("format", "module", "extra"),
-    [
-        ("arrow", "pyarrow", "arrow"),
-        ("lance", "lance", "lance"),
-        ("video", "av", "video"),
-    ],
+    [("arrow", "pyarrow", "arrow"), ("lance", "lance", "lance"), ("video", "av", "video")],
 )
 def test_a_missing_library_is_named_with_its_extra(format, module, extra, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)

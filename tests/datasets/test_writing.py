@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import ClipSampler, EpisodeStorage
 from torchrl_mt.datasets import (
     DatasetError,
     EpisodeDataset,
@@ -212,12 +213,7 @@ def test_what_writes_to_disk_writes_to_a_buffer(tmp_path):
             out.write_episode(episode(1, 2), {"player": "Ann"})
             out.write_episodes([episode(3), (episode(4), {"player": "Bob"})])
 
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=2),
-        batch_size=2,
-    )
+    buffer = buffer_of(100, ClipSampler(slice_len=2), batch_size=2)
     play(episode_writer(buffer))
     play(open_episodes(tmp_path / "a.jsonl"))
     dataset = EpisodeDataset(tmp_path / "a.jsonl")

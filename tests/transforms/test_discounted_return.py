@@ -6,6 +6,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import PendulumEnv, TransformedEnv
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn
 from torchrl_mt.transforms.discounted_return import discounted_returns
@@ -125,10 +126,10 @@ def test_as_the_writers_transform_on_data_in_pieces():
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_in_a_buffer_of_whole_episodes(cls):
-    rb = cls(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(replacement=False),
+    rb = buffer_of(
+        100,
+        EpisodeSampler(replacement=False),
+        cls=cls,
         transform=DiscountedReturn(0.9),
         batch_size=2,
     )
@@ -143,10 +144,10 @@ def test_in_a_buffer_of_whole_episodes(cls):
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_returns_of_strided_clips_hold_the_rewards_of_all_their_steps(stride):
     data, gamma = episodes(7, 4, 9), 0.9
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(20),
+    rb = buffer_of(
+        20,
+        ClipSampler(slice_len=2, stride=stride, layout="clips"),
         writer=EpisodeWriter(transform=DiscountedReturn(gamma, out_key="return")),
-        sampler=ClipSampler(slice_len=2, stride=stride, layout="clips"),
         batch_size=200,
     )
     rb.extend(data)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import EpisodeSampler
 from torchrl_mt.objectives.functional import turn_returns
 from torchrl_mt.transforms import MergeTurns
 
@@ -413,13 +414,7 @@ def test_one_of_two_flags_does_not_say_where_episodes_end_by_the_other(flag):
 
 def replay(data, **kwargs):
     """A buffer of whole episodes that makes rows of what it samples."""
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        transform=MergeTurns(),
-        generator=torch.Generator().manual_seed(0),
-        **kwargs,
-    )
+    buffer = buffer_of(100, transform=MergeTurns(), seed=0, **kwargs)
     buffer.extend(data)
     return buffer
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn, ReturnBalance
 
@@ -17,10 +18,7 @@ EVENTS = st.lists(
 
 
 def buffer(max_steps=12):
-    return ReplayBuffer(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(transform=DiscountedReturn(gamma=0.5)),
-    )
+    return buffer_of(max_steps, writer=EpisodeWriter(transform=DiscountedReturn(gamma=0.5)))
 
 
 def write(rb, *episodes):

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchrl.data import ReplayBuffer
 
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
 from torchrl_mt.transforms import MergeTurns
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
@@ -87,9 +86,7 @@ def test_the_cost_of_a_dialogue_is_linear_in_its_length():
 
 def test_so_it_is_when_read_from_a_buffer():
     def read(turns):
-        buffer = ReplayBuffer(
-            storage=EpisodeStorage(turns), writer=EpisodeWriter(), transform=MergeTurns()
-        )
+        buffer = buffer_of(turns, transform=MergeTurns())
         buffer.extend(dialogue(turns))
         rows = []
         spent = cost(lambda: rows.append(buffer[:]))

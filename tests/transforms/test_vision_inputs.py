@@ -21,6 +21,7 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Compose
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from tests.vision.episodes import FAMILIES, QWEN, Turn, as_steps, family, random_image, random_steps
 from torchrl_mt.bridges.lightrft import Experience
@@ -233,10 +234,10 @@ def test_in_a_buffer_of_episodes():
     name = "qwen2_vl"
     _, processor = family(name)
     steps, dialogues = random_steps(processor, 6, episodes=5)
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100),
+    buffer = buffer_of(
+        100,
+        EpisodeSampler(replacement=False),
         writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
-        sampler=EpisodeSampler(replacement=False),
         batch_size=3,
         transform=Compose(MergeTurns(), VisionInputs(processor)),
     )

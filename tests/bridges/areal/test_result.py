@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import few_or_many
@@ -22,10 +21,8 @@ from torchrl_mt.collectors import (
     episodes_to_tensordict,
 )
 from torchrl_mt.collectors.workflow import enter_result
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.engines import Completion, TransformersEngine
+from torchrl_mt.engines import Completion
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
-from torchrl_mt.scoring import row_log_probs
 from torchrl_mt.transforms import MergeTurns
 
 NAN = math.nan
@@ -400,33 +397,6 @@ def test_a_limit_that_the_workflow_lets_through_keeps_the_recorded_turns(tokeniz
     never = UntilRight(lambda ids: 0.0, tokenizer)
     rows = rows_of(never, tokenizer, limits=Limits(max_turns=2))
     assert rows["turns", "full"].amax(-1).tolist() == [1] * 4
-
-
-def test_a_policy_learns_from_the_dict(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer)
-    storage = EpisodeStorage(64)
-    buffer = ReplayBuffer(
-        storage=storage, writer=EpisodeWriter(), sampler=EpisodeSampler(), batch_size=4
-    )
-    workflow = UntilRight(lambda ids: float(ids[0] % 2), tokenizer)
-    data = [{"question": "guess 1"}, {"question": "guess 2"}]
-    batch, _ = collect(workflow, engine, 8, data=data, group_size=4, sampling={"seed": 0})
-    engine.close()
-    direct = MergeTurns()(batch)
-    buffer.extend(batch)
-    stored = MergeTurns()(storage[:])
-    for key in LEARNED:
-        assert torch.equal(stored[key], direct[key]), key
-    rows = ExperienceMaker(model, advantage="grpo")(direct)
-    mask = rows["masks", "all_assistant_mask"]
-    score = row_log_probs(model, rows["tokens", "full"], rows["masks", "all_attention_mask"], mask)
-    # The log-probabilities are at their own tokens.
-    torch.testing.assert_close(score[0][mask], rows["log_probs", "old"][mask], atol=1e-4, rtol=0)
-    assert rows["advantage"].abs().sum() > 0
-    loss = MultiTurnLoss(model)(rows)
-    loss["loss_objective"].backward()
-    grads = [p.grad.abs().sum() for p in model.parameters() if p.grad is not None]
-    assert sum(grads) > 0
 
 
 def test_without_log_probs_the_actor_scores_the_rows(model):

@@ -219,11 +219,7 @@ def test_data_that_names_no_task_is_refused_before_a_server_is_asked(server, dat
 @pytest.mark.parametrize(
     ("kwargs", "error", "reason"),
     [
-        (
-            {"server_url": "localhost:1"},
-            ValueError,
-            "server_url must be .*, got 'localhost:1'",
-        ),
+        ({"server_url": "localhost:1"}, ValueError, "server_url must be .*, got 'localhost:1'"),
         ({"server_url": None}, TypeError, r"server_url must be .*, got NoneType \(None\)"),
         ({"server_url": 8001}, TypeError, "server_url must be an address"),
         ({"server_url": b"http://a"}, ValueError, "server_url must be an address"),

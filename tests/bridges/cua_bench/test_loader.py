@@ -178,71 +178,23 @@ def test_stored_are_the_tokens_that_were_given(tokenizer, data):
     assert Counter(heard) == Counter(map(tokenizer.decode, without_end))
 
 
-class Replay:
-    """A slow reference: episodes by uid, oldest steps' returns last, means by hand."""
-
-    def __init__(self, gamma, threshold):
-        self.gamma, self.threshold = gamma, threshold
-        self.steps, self.outcome = [], 0.0
-
-    def add_episode(self, uid, rewards):
-        for turn in range(len(rewards)):
-            later = rewards[turn:]
-            value = sum(self.gamma**k * reward for k, reward in enumerate(later))
-            self.steps.append((uid, turn, value))
-        self.outcome = 0.99 * self.outcome + 0.01 * rewards[-1]
-
-    def balance(self):
-        below = sum(value < self.threshold for _, _, value in self.steps)
-        return below, len(self.steps) - below
-
-
-@settings(max_examples=6)
-@given(
-    scripts=st.lists(
-        st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=4),
-        min_size=1,
-        max_size=6,
-    ),
-    gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    num_envs=st.integers(1, 3),
-)
-def test_steps_balance_and_outcome_equal_a_slow_reference(tokenizer, scripts, gamma, num_envs):
-    reference = Replay(gamma, threshold=0.25)
-    rewards_of = {}
-    with MultiTurnDataLoader(
-        Scripted(),
-        tokenizer,
-        task_configs=[{"rewards": script} for script in scripts],
-        options=CollectorOptions(cycle=False),
-        num_envs=num_envs,
-        batch_size=1,
-        replay_reward_discount=gamma,
-        balance_thres=0.25,
-        max_prompt_length=64,
-    ) as loader:
-        for batch in loader:
-            for info in batch["meta_info"]:
-                rewards_of[info["uid"]] = info["data"]["rewards"]
-            loader.async_step(answers(batch, reply))
-        stored = []
-        for episode in loader.storage.episodes():
-            uid = int(episode["collector", "traj_ids"][0])
-            reference.add_episode(uid, rewards_of.pop(uid))
-            values = episode["next", "return"].reshape(-1).tolist()
-            stored += [(uid, turn, value) for turn, value in enumerate(values)]
-        assert not rewards_of
-        assert [step[:2] for step in stored] == [step[:2] for step in reference.steps]
-        expected = [step[2] for step in reference.steps]
-        assert [step[2] for step in stored] == pytest.approx(expected)
-        assert loader.get_balance_stats() == reference.balance()
-        last = [script[-1] for script in scripts]
-        assert loader.calculate_outcome_reward() == pytest.approx(sum(last) / len(last))
-        if num_envs == 1:  # Else episodes may end in another order.
-            assert loader.running_outcome_reward() == pytest.approx(reference.outcome)
-        loader.clear_replay_buffer()
-        assert (len(loader.storage), loader.get_balance_stats()) == (0, (0, 0))
-        assert loader.calculate_outcome_reward() == 0.0
+def test_returns_balance_and_outcomes(make):
+    items = [{"rewards": rewards} for rewards in ([0.0, 0.0, 1.0], [0.5], [-1.0, 1.0], [0.0, 0.0])]
+    options = {"replay_reward_discount": 0.5, "balance_thres": 0.25, "num_envs": 1}
+    loader = make(task_configs=items, options=CollectorOptions(cycle=False), **options)
+    assert play(loader, reply, lambda: False) == 8
+    expected = [[0.25, 0.5, 1.0], [0.5], [-0.5, 1.0], [0.0, 0.0]]
+    stored = [each["next", "return"].flatten().tolist() for each in loader.storage.episodes()]
+    assert stored == expected
+    assert loader.get_balance_stats() == (3, 5)
+    assert loader.calculate_outcome_reward() == pytest.approx(2.5 / 4)
+    running = 0.0
+    for last in (1.0, 0.5, 1.0, 0.0):
+        running = 0.99 * running + 0.01 * last
+    assert loader.running_outcome_reward() == pytest.approx(running)
+    loader.clear_replay_buffer()
+    assert (len(loader.storage), loader.get_balance_stats()) == (0, (0, 0))
+    assert loader.calculate_outcome_reward() == 0.0
 
 
 def test_log_probs_and_versions_are_those_of_the_prompts_batch(make):
@@ -823,18 +775,6 @@ def test_a_loop_that_forgets_to_answer_is_told(make, kind):
         loader.sample_from_buffer(4)
 
 
-def test_a_loop_that_forgets_the_last_answers_is_told(make):
-    loader = make(
-        task_configs=[{}] * 3, options=CollectorOptions(cycle=False), batch_size=2, num_envs=3
-    )
-    batch, last = next(loader), None
-    with pytest.raises(RuntimeError, match="all 2 prompts wait for your answers"):
-        last = next(loader)
-    assert last is None
-    loader.async_step(answers(batch, reply))
-    assert play(loader, reply, lambda: False) == 7
-
-
 def test_a_sample_of_a_loader_whose_prompts_nobody_took_is_refused(make):
     loader = make(batch_size=2, num_envs=3)
     with pytest.raises(RuntimeError, match="all 3 environments wait for answers: take batches"):
@@ -998,22 +938,12 @@ def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
 
 @pytest.mark.slow
 def test_environments_may_run_in_processes(make):
-    options = CollectorOptions(cycle=False, env_workers=2)
-    loader = make(Tells, batch_size=2, num_envs=4, task_configs=[{}] * 6, options=options)
+    options = {"task_configs": [{}] * 6, "options": CollectorOptions(cycle=False)}
+    loader = make(
+        Tells, batch_size=2, num_envs=4, options=CollectorOptions(env_workers=2), **options
+    )
     assert play(loader, reply, lambda: False) == 12
     assert len({info["pid"] for info in loader.storage[:]["info"]}) == 2
-
-
-def test_groups_share_an_item(make):
-    loader = make(
-        task_configs=[{"a": 1}, {"a": 2}],
-        options=CollectorOptions(cycle=False),
-        group_size=2,
-        num_envs=4,
-    )
-    play(loader, reply, lambda: False)
-    groups = [int(episode["group"][0]) for episode in loader.storage.episodes()]
-    assert sorted(Counter(groups).values()) == [2, 2]
 
 
 @settings(max_examples=6)

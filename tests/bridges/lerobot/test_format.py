@@ -15,12 +15,7 @@ import torch
 
 from tests.bridges.lerobot.lerobot_folder import FEATURES, TASKS, random_frames, write_folder
 from torchrl_mt.data import EpisodeStorage
-from torchrl_mt.datasets import (
-    ClipDataset,
-    DatasetError,
-    EpisodeDataset,
-    load_episodes,
-)
+from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, load_episodes
 
 LENGTHS = (4, 7, 1)
 PLAIN = {name: each for name, each in FEATURES.items() if each["dtype"] not in ("video", "image")}

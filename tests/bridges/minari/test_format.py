@@ -12,11 +12,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.utils import unravel_key
 
-from torchrl_mt.datasets import (
-    ClipDataset,
-    DatasetError,
-    EpisodeDataset,
-)
+from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset
 
 gym = pytest.importorskip("gymnasium")
 

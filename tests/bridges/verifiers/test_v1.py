@@ -454,11 +454,7 @@ def test_turns_of_the_agents_own_limit(installed):
         ({"env": 7}, TypeError, "env must be the id.*got int"),
         ({"env": "no-such-package"}, ImportError, "no-such-package"),
         ({"env": vf.SingleAgentEnvConfig()}, ValueError, "env must name a taskset"),
-        (
-            {"env": Sums(vf.TasksetConfig()), "config": {"a": 1}},
-            TypeError,
-            "config must be given",
-        ),
+        ({"env": Sums(vf.TasksetConfig()), "config": {"a": 1}}, TypeError, "config must be given"),
         ({"env": Sums(vf.TasksetConfig()), "num_tasks": 0}, ValueError, "num_tasks"),
         ({"env": Sums(vf.TasksetConfig()), "reward": 1.0}, TypeError, "reward must be a function"),
     ],

@@ -10,20 +10,16 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, set_recurrent_mode
 
+from tests.buffers import buffer_of
 from tests.tiers import examples, slow
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.data import ClipSampler, PrioritizedClipSampler
 
 SAMPLERS = [ClipSampler, PrioritizedClipSampler]
 MASK = ("collector", "mask")
 
 
 def buffer(sampler, *, max_steps=60, seed=0):
-    return TensorDictReplayBuffer(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        generator=torch.Generator().manual_seed(seed),
-    )
+    return buffer_of(max_steps, sampler, cls=TensorDictReplayBuffer, seed=seed)
 
 
 def vectors(make, lengths):
@@ -57,12 +53,7 @@ def test_padding_repeats_the_last_step_of_shorter_clips(
 ):
     turns = turns and stride == 1
     burn_in = min(burn_in, slice_len - 1)
-    options = {
-        "slice_len": slice_len,
-        "stride": stride,
-        "strict_length": False,
-        "burn_in": burn_in,
-    }
+    options = {"slice_len": slice_len, "stride": stride, "strict_length": False, "burn_in": burn_in}
     plain = buffer(sampler(**options))
     padded = buffer(sampler(**options, pad_output=True, layout=layout))
     data = make.turns(lengths) if turns else vectors(make, lengths)

@@ -1,5 +1,4 @@
 import pickle
-from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -8,25 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict import lazy_stack as stack
-from torchrl.data import (
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.data.handles import HANDLES
 from tests.tiers import examples
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.data import ClipSampler, EpisodeStorage, PrioritizedClipSampler
 from torchrl_mt.data._store.columns.columns import RecordColumn
 from torchrl_mt.data._store.columns.rows import Windows
 
 
 def buffer(cls=ReplayBuffer, max_steps=100, seed=0, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(**kwargs),
-        generator=torch.Generator().manual_seed(seed),
-    )
+    return buffer_of(max_steps, ClipSampler(**kwargs), cls=cls, seed=seed)
 
 
 MARKS = (("next", "done"), ("next", "terminated"), ("next", "truncated"), "is_init")
@@ -54,42 +46,6 @@ def spans_of(sample):
     """Steps of each clip of a flat sample, by the marks of their ends."""
     ends = sample["next", "truncated"].reshape(len(sample), -1).any(1).nonzero().flatten()
     return ends.diff(prepend=torch.tensor([-1])).tolist()
-
-
-@examples(50)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
-    span=st.integers(1, 9),
-    strict=st.booleans(),
-    weighting=st.sampled_from(["clip", "episode"]),
-    turns=st.booleans(),
-)
-def test_clips_are_runs_of_one_episode(make, lengths, span, strict, weighting, turns):
-    rb = buffer(max_steps=40, slice_len=span, strict_length=strict, weighting=weighting, seed=span)
-    maker = make.turns if turns else make.vectors
-    for k, length in enumerate(lengths):
-        rb.extend(maker([length], seed=k, first_id=k))
-    kept = rb.storage.lengths
-    if strict and int(kept.max()) < span:
-        with pytest.raises(RuntimeError, match=f"{span} steps: the longest has {int(kept.max())}"):
-            rb.sample(5 * span)
-        assert not rb.can_sample(5 * span)
-        return
-    assert rb.can_sample(5 * span)
-    sample, info = rb.sample(5 * span, return_info=True)
-    assert set(info) == {"index"}
-    assert (info["index"] >= HANDLES).all()
-    index = rb.storage.places(info["index"]).tolist()
-    stored, spans = rb[:], spans_of(sample)
-    assert make.steps(sample) == make.steps(stack(marked([stored[i] for i in index], spans)))
-    starts = [0, *accumulate(spans)]
-    of = torch.repeat_interleave(torch.arange(len(kept)), kept)
-    for start, stop in pairwise(starts):
-        clip = index[start:stop]
-        assert clip == list(range(clip[0], clip[0] + len(clip)))
-        assert len({int(of[i]) for i in clip}) == 1
-        assert len(clip) == (span if strict else min(span, int(kept[of[clip[0]]])))
-    assert len(starts) == 6
 
 
 def joined(steps):
@@ -159,6 +115,7 @@ def test_clips_are_those_sliced_from_the_stored_episodes(
         return
     assert rb.can_sample(5 * slice_len)
     sample, info = rb.sample(5 * slice_len, return_info=True)
+    assert set(info) == {"index"}
     if layout == "clips":
         assert sample.batch_size == info["index"].shape == (5, slice_len)
     flat = sample.reshape(-1)
@@ -505,10 +462,9 @@ def test_the_generator_decides(make, sampler, own):
     """The buffer's, or the global one of a buffer that has none."""
     draws = []
     for seed in (0, 0, 1):
-        rb = ReplayBuffer(
-            storage=EpisodeStorage(100),
-            writer=EpisodeWriter(),
-            sampler=sampler(slice_len=2),
+        rb = buffer_of(
+            100,
+            sampler(slice_len=2),
             generator=torch.Generator().manual_seed(seed) if own else None,
         )
         rb.extend(make.vectors([9, 9]))

@@ -3,25 +3,25 @@
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.data.saving import saved
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler
 
 
 def buffer(count, *, cls=ReplayBuffer, max_steps=1000, batch_size=3, **kwargs):
     prefetch = kwargs.pop("prefetch", None)
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(replacement=False, max_sample_count=count, **kwargs),
+    return buffer_of(
+        max_steps,
+        EpisodeSampler(replacement=False, max_sample_count=count, **kwargs),
+        cls=cls,
         batch_size=batch_size,
         prefetch=prefetch,
-        generator=torch.Generator().manual_seed(0),
+        seed=0,
     )
 
 

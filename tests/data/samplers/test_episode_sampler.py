@@ -5,16 +5,17 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples, in_fast_tier
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler
 
 
 def buffer(cls=ReplayBuffer, max_steps=1000, batch_size=None, prefetch=None, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(**kwargs),
-        generator=torch.Generator().manual_seed(0),
+    return buffer_of(
+        max_steps,
+        EpisodeSampler(**kwargs),
+        cls=cls,
+        seed=0,
         batch_size=batch_size,
         prefetch=prefetch,
     )

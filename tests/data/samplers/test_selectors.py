@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.data.saving import HOW, saved
 from tests.tiers import examples, pairs
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeStorage,
-    EpisodeWriter,
     PrioritizedClipSampler,
     linear_mix,
     recent,
@@ -25,11 +24,10 @@ from torchrl_mt.data import (
 
 
 def buffer(selector=None, storage=None, seed=0, **kwargs):
-    return ReplayBuffer(
-        storage=EpisodeStorage(100) if storage is None else storage,
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=3, selector=selector, **kwargs),
-        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    return buffer_of(
+        EpisodeStorage(100) if storage is None else storage,
+        ClipSampler(slice_len=3, selector=selector, **kwargs),
+        seed=seed,
         batch_size=12,
     )
 

@@ -164,27 +164,6 @@ def dense(lengths, first_id):
     return TensorDict({"episode": ids, "next": {"done": done}}, [len(ids)])
 
 
-@examples()
-@given(
-    writes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), max_size=8),
-    max_steps=st.integers(5, 30),
-    max_episodes=st.integers(1, 8),
-)
-def test_of_episodes_written_at_once_the_last_that_fit_stay(writes, max_steps, max_episodes):
-    storage = EpisodeStorage(max_steps, max_episodes=max_episodes)
-    rb = ReplayBuffer(storage=storage, writer=EpisodeWriter())
-    model = []
-    for lengths in writes:
-        index = rb.extend(dense(lengths, first_id=storage.table.next))
-        model += [(storage.table.next - len(lengths) + i, n) for i, n in enumerate(lengths)]
-        new = sum(lengths)
-        while len(model) > max_episodes or sum(n for _, n in model) > max_steps:
-            del model[0]
-        assert [(int(e["episode"][0]), len(e)) for e in storage.episodes()] == model
-        assert storage.places(index).tolist() == list(range(len(storage)))[-len(index) :]
-        assert len(index) == min(new, len(storage))
-
-
 @pytest.mark.parametrize(
     ("budgets", "kept", "raised"),
     [

@@ -227,12 +227,7 @@ def stored():
 
 
 def test_a_handle_is_taken_in_every_form(stored):
-    for form in (
-        HANDLES + 5,
-        np.int64(HANDLES + 5),
-        torch.tensor(HANDLES + 5),
-        (HANDLES + 5,),
-    ):
+    for form in (HANDLES + 5, np.int64(HANDLES + 5), torch.tensor(HANDLES + 5), (HANDLES + 5,)):
         step = stored[form]
         assert step.batch_size == ()
         assert int(step["number"]) == 5

@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 
 def buffer(max_steps=8, cls=TensorDictReplayBuffer, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps, **kwargs),
+    return buffer_of(
+        EpisodeStorage(max_steps, **kwargs),
+        ClipSampler(slice_len=2),
+        cls=cls,
         writer=EpisodeWriter(track_generations=True),
-        sampler=ClipSampler(slice_len=2),
         batch_size=4,
     )
 
@@ -145,12 +147,7 @@ def test_a_refused_patch_changes_nothing(key, value, error, message):
 
 
 def test_generations_are_given_out_only_if_asked_for():
-    rb = TensorDictReplayBuffer(
-        storage=EpisodeStorage(8),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=2),
-        batch_size=4,
-    )
+    rb = buffer_of(8, ClipSampler(slice_len=2), cls=TensorDictReplayBuffer, batch_size=4)
     index = rb.extend(episode(0, 4))
     assert "index_generation" not in rb.sample()
     assert rb.writer.generations_of(index).tolist() == [0] * 4

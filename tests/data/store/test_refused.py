@@ -1,12 +1,20 @@
-"""Writes that fail half-way, or are interrupted, leave the storage as it was."""
+"""Writes that fail half-way, or are interrupted, leave the storage as it was.
+
+They are made to by private memory and columns: no storage can be asked to fail at a certain moment.
+"""
+
+import os
+import signal
 
 import pytest
 import torch
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import slow
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler, EpisodeStorage
+from torchrl_mt.data._store.columns.columns import DenseColumn, NextColumn, RaggedColumn
 from torchrl_mt.data._store.columns.memory import Memory
+from torchrl_mt.data._store.columns.records import Record
 
 
 class Failing:
@@ -50,12 +58,7 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
     data, at = maker(lengths, seed=9, first_id=50), 0
     while True:
         at += 1
-        rb = ReplayBuffer(
-            storage=EpisodeStorage(12),
-            writer=EpisodeWriter(),
-            sampler=EpisodeSampler(),
-            batch_size=2,
-        )
+        rb = buffer_of(12, EpisodeSampler(), batch_size=2)
         if before:
             rb.extend(maker(before))
         held = everything(make, rb.storage)
@@ -82,3 +85,34 @@ def test_running_out_of_memory_changes_nothing(make, monkeypatch, kind, lengths,
         assert make.steps(rb[:]) == make.steps(expected[:])
     # More dense episodes may need no memory at all.
     assert at > 1 or kind == "vectors"
+
+
+@pytest.mark.parametrize("column", [Record, NextColumn, DenseColumn, RaggedColumn])
+def test_an_interrupt_waits_until_the_write_is_whole(make, monkeypatch, column):
+    """By private columns: it must come while rows of evicted episodes are written over."""
+    storage = EpisodeStorage(9)
+    maker = make.turns if column is RaggedColumn else make.vectors
+
+    def episode(length, seed=0):
+        data = maker([length], seed=seed, first_id=seed)
+        if column is DenseColumn:  # too large for a record
+            data["image"] = torch.randn(length, 300)
+        return data
+
+    storage.append(episode(4))
+    plan = column.plan
+
+    def interrupted(self, change, values):
+        commit = plan(self, change, values)
+
+        def pressed():
+            os.kill(os.getpid(), signal.SIGINT)
+            commit()
+
+        return pressed
+
+    monkeypatch.setattr(column, "plan", interrupted)
+    new = episode(6, seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        storage.append(new)
+    assert make.steps(storage[:]) == make.steps(new)

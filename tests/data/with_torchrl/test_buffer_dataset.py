@@ -3,20 +3,15 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.trl_interop import TorchRLBufferDataset
 
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import ClipSampler, EpisodeSampler
 from torchrl_mt.transforms import MergeTurns
 
 
 def buffer(sampler, data):
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        generator=torch.Generator().manual_seed(0),
-    )
+    rb = buffer_of(100, sampler, seed=0)
     rb.extend(data)
     return rb
 

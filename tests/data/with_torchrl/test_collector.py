@@ -7,16 +7,11 @@ import pytest
 import torch
 from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
-from torchrl.envs import (
-    GymEnv,
-    ParallelEnv,
-    SerialEnv,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
+from tests.buffers import buffer_of
 from tests.tiers import slow
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler
 
 needs_gymnasium = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium") is None,
@@ -79,12 +74,7 @@ def check_cartpole(rb, collected):
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("extend_buffer", [False, True])
 def test_cartpole_games_are_stored_whole(make_env, frames_per_batch, cls, extend_buffer):
-    rb = cls(
-        storage=EpisodeStorage(150),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=4),
-        batch_size=32,
-    )
+    rb = buffer_of(150, ClipSampler(slice_len=4), cls=cls, batch_size=32)
     collector = Collector(
         make_env(),
         frames_per_batch=frames_per_batch,

@@ -27,17 +27,12 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers.samplers import StreamingSliceSampler
-from torchrl.envs import (
-    PendulumEnv,
-    RenameTransform,
-    RewardScaling,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import PendulumEnv, RenameTransform, RewardScaling, StepCounter, TransformedEnv
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -51,13 +46,7 @@ KEY = "episode"
 
 
 def buffer(sampler=None, *, cls=ReplayBuffer, max_steps=40, batch_size=12, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        batch_size=batch_size,
-        **kwargs,
-    )
+    return buffer_of(max_steps, sampler, cls=cls, batch_size=batch_size, **kwargs)
 
 
 def check(make, rb, sample, span=1):

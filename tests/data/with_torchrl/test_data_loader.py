@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
 SPAN = 3
@@ -41,13 +42,7 @@ class ClipsOfACopy(Clips):
 
 
 def buffer(cls=TensorDictReplayBuffer, sampler=ClipSampler, **kwargs):
-    return cls(
-        storage=EpisodeStorage(40),
-        writer=EpisodeWriter(),
-        sampler=sampler(slice_len=SPAN),
-        batch_size=4 * SPAN,
-        **kwargs,
-    )
+    return buffer_of(40, sampler(slice_len=SPAN), cls=cls, batch_size=4 * SPAN, **kwargs)
 
 
 def own(worker):

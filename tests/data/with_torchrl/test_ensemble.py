@@ -16,6 +16,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 
@@ -23,11 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "replay.rst"
 
 
 def buffer(data, cls=ReplayBuffer, **kwargs):
-    rb = cls(
-        storage=EpisodeStorage(200),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=3, **kwargs),
-    )
+    rb = buffer_of(200, ClipSampler(slice_len=3, **kwargs), cls=cls)
     if data is not None:
         rb.extend(data)
     return rb

@@ -9,13 +9,7 @@ import re
 
 import pytest
 import torch
-from tensordict import (
-    NonTensorStack,
-    TensorDict,
-    is_tensor_collection,
-    is_tensorclass,
-    lazy_stack,
-)
+from tensordict import NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass, lazy_stack
 from tensordict.utils import is_non_tensor
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
@@ -31,11 +25,11 @@ from torchrl.data.llm.history import add_chat_template
 from torchrl.envs import StepCounter, TrajCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
 
+from tests.buffers import buffer_of
 from tests.tiers import slow
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.data import EpisodeSampler, EpisodeWriter
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
@@ -128,10 +122,11 @@ def make_collector(mode, num_envs, *, count_trajs=False, **kwargs):
 
 
 def make_buffer(cls=ReplayBuffer, *, max_steps=100, batch_size=3, writer=None):
-    return cls(
-        storage=EpisodeStorage(max_steps),
+    return buffer_of(
+        max_steps,
+        EpisodeSampler(replacement=False),
+        cls=cls,
         writer=writer or EpisodeWriter(),
-        sampler=EpisodeSampler(replacement=False),
         batch_size=batch_size,
     )
 
@@ -266,33 +261,3 @@ def test_mc_advantage_writes_whole_groups():
     )
     theirs.extend(sample)
     assert plain_steps(theirs.sample()) == plain_steps(sample)
-
-
-@pytest.mark.slow
-def test_torchrls_grpo_loss_trains_on_sampled_dialogs():
-    def with_group(episode):
-        group = int(episode["query"][0].split()[-1])
-        return episode.set("group", torch.full((len(episode),), group))
-
-    rb = make_buffer(batch_size=8, writer=EpisodeWriter(transform=with_group))
-    collector = fill(rb, "history", 1, yield_completed_trajectories=True)
-    model, tokenizer = collector.policy.model, collector.policy.tokenizer
-    actor = TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
-    )
-    rows = MergeTurns()(rb.sample())
-    # TransformersWrapper gives each answer's first token the log-probability 0: score all again.
-    rows = ExperienceMaker(actor, advantage="grpo", old_log_probs="actor")(rows)
-    assert rows["advantage"].abs().max() > 0.1
-    trained = rows["masks", "all_assistant_mask"]
-    first = trained.diff(dim=1, prepend=torch.zeros_like(trained[:, :1])) & trained
-    scored, sampled = rows["log_probs", "old"], rows["log_probs", "full"]
-    torch.testing.assert_close(scored[trained & ~first], sampled[trained & ~first])
-
-    theirs = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
-    theirs.set_keys(sample_log_prob=("log_probs", "old"))
-    expected = theirs(rows.clone()).loss_objective.reshape(())
-    got = MultiTurnLoss(actor)(rows)["loss_objective"]
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    got.backward()
-    assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters())

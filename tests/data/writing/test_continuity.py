@@ -12,17 +12,15 @@ from torchrl.collectors import Collector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
+from tests.buffers import buffer_of
 from tests.data.saving import saved
 from tests.tiers import examples, slow
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 
 def buffer(max_steps=10_000, cls=ReplayBuffer, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps),
-        writer=EpisodeWriter(**kwargs),
-        sampler=ClipSampler(slice_len=2),
-        batch_size=4,
+    return buffer_of(
+        max_steps, ClipSampler(slice_len=2), cls=cls, writer=EpisodeWriter(**kwargs), batch_size=4
     )
 
 
@@ -424,10 +422,7 @@ def agents(length, *ends):
     for t, agent in ends:
         done[t, agent] = True
     return TensorDict(
-        {
-            "x": torch.arange(length),
-            "next": {"agents": {"done": done, "terminated": done.clone()}},
-        },
+        {"x": torch.arange(length), "next": {"agents": {"done": done, "terminated": done.clone()}}},
         [length],
     )
 

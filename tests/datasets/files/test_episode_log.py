@@ -1,4 +1,7 @@
-"""Formats with large files and a log: what is in both, at every moment."""
+"""Formats with large files and a log: what is in both, at every moment.
+
+The moments are lines of private modules: a kill may come between any two of them.
+"""
 
 from __future__ import annotations
 
@@ -204,9 +207,7 @@ def test_an_episode_that_cannot_be_written_leaves_nothing(format, failing, tmp_p
         episode_folder.EpisodeFolder,
         "_open",
         lambda self: setattr(
-            self,
-            "_files",
-            [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES],
+            self, "_files", [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES]
         ),
     )
     with open_episodes(path, format=format) as out:

@@ -131,6 +131,18 @@ def test_files_without_a_schema_are_read(layout, tmp_path):
 # ---- rows ---------------------------------------------------------------------------------------
 
 
+def test_long_rows_of_several_lengths_are_read(tmp_path):
+    rows = [np.arange(100 * (i % 3), 100 * (i % 3) + 50 * i) for i in range(12)]
+    save_episodes([{"tokens": rows[:5]}, {"tokens": rows[5:]}], tmp_path / "a.h5")
+    clips = ClipDataset(tmp_path / "a.h5", 2)
+    order = [7, 2, 0, 9, 4]
+    starts = [*range(4), *range(5, 11)]
+    for clip, i in zip(clips.__getitems__(order), order, strict=True):
+        found = clip.get("tokens", as_list=True)
+        for got, row in zip(found, rows[starts[i] : starts[i] + 2], strict=True):
+            np.testing.assert_array_equal(got, row)
+
+
 # ---- writers that were killed, and others -------------------------------------------------------
 
 
@@ -162,6 +174,7 @@ def test_what_a_killed_writer_leaves_is_whole_and_goes_on(tmp_path):
 
 
 def test_a_write_that_fails_anywhere_is_undone(tmp_path, monkeypatch):
+    """Of a private class: a disk is not full at each of its writes in turn."""
     path, expected, write = tmp_path / "a.h5", [], hdf5_rows.GrowingRows.write
     until = 0
 
@@ -184,21 +197,6 @@ def test_a_write_that_fails_anywhere_is_undone(tmp_path, monkeypatch):
             assert path.exists() == bool(expected)
     assert len(expected) == 14
     assert os.listdir(tmp_path) == ["a.h5"]
-
-
-def test_an_open_data_set_keeps_no_writer_out(tmp_path):
-    path = tmp_path / "a.h5"
-    save_episodes([episode(3)], path)
-    before = EpisodeDataset(path)
-    assert before.episode(0)["action"].tolist() == [0, 1, 2]
-    with open_episodes(path, mode="append") as out:
-        out.write_episode(episode(2, 10))
-        assert steps_of(path) == [[0, 1, 2], [10, 11]]
-        assert len(before) == 1
-        assert before.episode(0)["action"].tolist() == [0, 1, 2]
-    save_episodes([episode(1, 50)], path, mode="overwrite")
-    assert before.episode(0)["action"].tolist() == [0, 1, 2]
-    assert steps_of(path) == [[50]]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")

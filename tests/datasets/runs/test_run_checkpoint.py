@@ -1,5 +1,6 @@
 """A run is saved whole, restored whole, and goes on exactly where it was."""
 
+from tests.buffers import buffer_of
 import builtins
 import errno
 import io
@@ -91,13 +92,7 @@ class Run:
             "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
             "engine": engine,
             "collector": Collector(engine),
-            "buffer": ReplayBuffer(
-                storage=EpisodeStorage(12),
-                writer=EpisodeWriter(),
-                sampler=EpisodeSampler(replacement=False),
-                batch_size=2,
-                generator=torch.Generator().manual_seed(seed),
-            ),
+            "buffer": buffer_of(12, EpisodeSampler(replacement=False), batch_size=2, seed=seed),
             "plain": ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2),
             "noise": torch.Generator().manual_seed(seed),
             "choice": np.random.default_rng(seed),
@@ -205,12 +200,7 @@ def test_restored_parts_need_no_file(tmp_path):
 
 def small_parts(number):
     """Parts of each kind, made of ``number``."""
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(10),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=1),
-        batch_size=1,
-    )
+    buffer = buffer_of(10, ClipSampler(slice_len=1), batch_size=1)
     buffer.extend(episode(1 + number % 3, number))
     model = nn.Linear(1, 1)
     nn.init.constant_(model.weight, number)
@@ -498,28 +488,20 @@ def test_an_earlier_checkpoint_without_classes_is_restored(tmp_path, monkeypatch
     assert RunCheckpoint(tmp_path).restore(optimizer=optimizer(2)) == 1
 
 
-def test_a_buffer_that_refuses_its_files_changes_nothing(tmp_path):
+class Picky(dict):
+    def update(self, state):
+        raise KeyError("other data")
+
+
+def test_a_part_that_refuses_its_state_is_named(tmp_path):
     RunCheckpoint(tmp_path).save(2, **small_parts(2))
-    parts = small_parts(0)
+    parts, small = small_parts(0), buffer_of(1, batch_size=1)
     before = values(parts)
-    small = ReplayBuffer(storage=EpisodeStorage(1), writer=EpisodeWriter(), batch_size=1)
-    with pytest.raises(
-        ValueError, match=r"part 'buffer' cannot be restored(.|\n)*it: nothing;"
-    ):
+    with pytest.raises(ValueError, match=r"'buffer' cannot be restored(.|\n)*it: nothing;"):
         RunCheckpoint(tmp_path).restore(**parts | {"buffer": small})
     assert values(parts) == before
-
-
-def test_a_part_that_refuses_its_state_is_named(three):
-    class Picky(dict):
-        def update(self, state):
-            raise KeyError("other data")
-
-    parts = small_parts(0) | {"table": Picky()}
-    with pytest.raises(
-        ValueError, match=r"part 'table' cannot be restored(.|\n)*it: buffer, model;"
-    ):
-        RunCheckpoint(three).restore(**parts)
+    with pytest.raises(ValueError, match=r"'table' cannot be restored(.|\n)*it: buffer, model;"):
+        RunCheckpoint(tmp_path).restore(**parts | {"table": Picky()})
 
 
 def test_collectors_are_loaded_after_their_engine_took_the_weights(tmp_path):
@@ -609,9 +591,7 @@ class WatchedLock:
 
 
 def test_nothing_is_delivered_while_a_collector_is_saved(tmp_path, tokenizer):
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100), writer=EpisodeWriter(), sampler=EpisodeSampler(), batch_size=1
-    )
+    buffer = buffer_of(100, EpisodeSampler(), batch_size=1)
     collector = MultiTurnCollector(
         GuessNumber(4, turns=1),
         ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id]),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import ClipSampler
 
 
 @pytest.fixture
@@ -17,10 +18,10 @@ def sampled(make, monkeypatch):
     monkeypatch.setattr("torchrl_mt.data._store.columns.memory.LEAST", 1)
 
     def make_buffer(prefetch=None):
-        rb = TensorDictReplayBuffer(
-            storage=EpisodeStorage(100),
-            writer=EpisodeWriter(),
-            sampler=ClipSampler(slice_len=4),
+        rb = buffer_of(
+            100,
+            ClipSampler(slice_len=4),
+            cls=TensorDictReplayBuffer,
             batch_size=16,
             prefetch=prefetch,
         )

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from tests.buffers import buffer_of
+from torchrl_mt.data import ClipSampler, EpisodeStorage
 
 
 def mapped(folder):
@@ -64,9 +65,7 @@ def test_storages_share_a_folder(make, tmp_path):
 
 def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatch):
     storage = EpisodeStorage(40, scratch_dir=tmp_path)
-    rb = TensorDictReplayBuffer(
-        storage=storage, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=1), batch_size=4
-    )
+    rb = buffer_of(storage, ClipSampler(slice_len=1), cls=TensorDictReplayBuffer, batch_size=4)
     room, reserve = [3], os.posix_fallocate
 
     def reserved(*args):

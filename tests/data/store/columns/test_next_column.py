@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
@@ -67,9 +68,7 @@ def test_what_is_read_is_what_was_written(make, tmp_path_factory, data, size, sc
                 while sum(map(len, stored)) > max_steps:
                     del stored[0]
             storage = EpisodeStorage.load_memmap(folder / "saved", max_steps=max_steps)
-            rb = ReplayBuffer(
-                storage=storage, writer=EpisodeWriter(), sampler=ClipSampler(slice_len=2)
-            )
+            rb = buffer_of(storage, ClipSampler(slice_len=2))
             rb.loads(folder / "saved")
         storage = rb.storage
         got = list(storage.episodes())

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
-from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
@@ -105,12 +105,7 @@ def test_entries_that_share_memory_are_stored_as_they_are(make, entries, share_n
 
 
 def sampled(make, sampler):
-    rb = ReplayBuffer(
-        storage=EpisodeStorage(40),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        generator=torch.Generator().manual_seed(0),
-    )
+    rb = buffer_of(40, sampler, seed=0)
     rb.extend(with_matrix(make.vectors([9, 6])))
     return rb, rb.sample(4)
 

@@ -19,6 +19,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
+from tests.buffers import buffer_of
 from tests.tiers import examples, in_fast_tier, slow
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
@@ -43,15 +44,19 @@ def episodes(make, kind, lengths, seed=0):
     return data
 
 
-def steps_of(make, storage):
-    return [make.steps(episode) for episode in storage.episodes()]
+def contents(make, storage):
+    """The steps and the metadata of each episode."""
+    found = [make.steps(episode) for episode in storage.episodes()]
+    assert len(storage.table.metadata) <= len(found)
+    return [(steps, storage.metadata(i)) for i, steps in enumerate(found)]
 
 
 def fitting(stored, max_steps, max_episodes):
     """The newest episodes that fit, one by one."""
     kept = []
     for episode in reversed(stored):
-        if sum(map(len, kept)) + len(episode) > max_steps or len(kept) == max_episodes:
+        steps = sum(len(steps) for steps, _ in [episode, *kept])
+        if steps > max_steps or len(kept) == max_episodes:
             break
         kept.insert(0, episode)
     return kept
@@ -82,11 +87,15 @@ def test_what_is_loaded_is_what_was_stored(
         )
 
     saved = storage(max_steps, None, 0)
+    stored = []
     for i, episode in enumerate(episodes(make, kind, lengths)):
-        saved.append(episode)
+        facts = {"number": i, "tags": ["a"] * i} if i % 3 else None
+        saved.append(episode, facts)
+        stored = fitting([*stored, (make.steps(episode), facts or {})], max_steps, None)
         if emptied and i == 4:
             saved._empty()
-    stored = steps_of(make, saved)
+            stored = []
+        assert contents(make, saved) == stored
     kept = fitting(stored, *budgets)
     if how == "load_memmap":
         saved.dumps(folder / "saved")
@@ -103,8 +112,8 @@ def test_what_is_loaded_is_what_was_stored(
             same.loads(folder / "saved")
         else:
             same.load_state_dict(saved.state_dict())
-    assert steps_of(make, saved) == stored
-    assert steps_of(make, same) == kept
+    assert contents(make, saved) == stored
+    assert contents(make, same) == kept
     assert same.num_tokens == sum(map(int, saved.table.tokens[len(stored) - len(kept) :]))
     assert same.table.next == saved.table.next
     assert same.table.end == saved.table.end
@@ -112,13 +121,13 @@ def test_what_is_loaded_is_what_was_stored(
         assert same.schema == saved.schema
     # It goes on like any other, and what was saved stays as it is.
     for more in episodes(make, kind, [3, 7, 1, 4, 5, 2], seed=1):
-        same.append(more)
-        kept = fitting([*kept, make.steps(more)], *budgets)
-        assert steps_of(make, same) == kept
+        same.append(more, {"more": 1})
+        kept = fitting([*kept, (make.steps(more), {"more": 1})], *budgets)
+        assert contents(make, same) == kept
     if how != "state_dict":
         again = storage(max_steps, None, 1)
         again.loads(folder / "saved")
-        assert steps_of(make, again) == stored
+        assert contents(make, again) == stored
 
 
 def test_rows_longer_than_a_chunk_come_back(make, tmp_path):
@@ -135,11 +144,11 @@ def test_rows_longer_than_a_chunk_come_back(make, tmp_path):
 
 
 def buffer(sampler=None, *, max_steps=30, cls=ReplayBuffer, **kwargs):
-    return cls(
-        storage=EpisodeStorage(max_steps, **kwargs),
-        writer=EpisodeWriter(),
-        sampler=sampler or PrioritizedClipSampler(slice_len=2),
-        generator=torch.Generator().manual_seed(0),
+    return buffer_of(
+        EpisodeStorage(max_steps, **kwargs),
+        sampler or PrioritizedClipSampler(slice_len=2),
+        cls=cls,
+        seed=0,
         batch_size=2,
         prefetch=1,
     )
