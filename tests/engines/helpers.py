@@ -30,9 +30,13 @@ def prompts(count: int, length: int = 12) -> list[list[int]]:
     return torch.randint(4, 26, (count, length), generator=generator).tolist()
 
 
-def generate_all(engine, requests, **kwargs):
+def generate_all(engine, requests, each=None, **kwargs):
+    """Answers to requests at the same time; ``each`` may have arguments of its own."""
+
     async def run():
-        return await asyncio.gather(*(engine.generate(prompt, **kwargs) for prompt in requests))
+        own = each or [{}] * len(requests)
+        asked = zip(requests, own, strict=True)
+        return await asyncio.gather(*(engine.generate(p, **kwargs, **more) for p, more in asked))
 
     return asyncio.run(run())
 

@@ -150,11 +150,7 @@ def test_an_answer_ends_with_a_stop_token_or_at_its_limit(engine):
     requests = prompts(60)
     limits = [1 + i % 9 for i in range(60)]
 
-    async def run():
-        asked = zip(requests, limits, strict=True)
-        return await asyncio.gather(*(engine.generate(p, max_new_tokens=n) for p, n in asked))
-
-    answers = asyncio.run(run())
+    answers = generate_all(engine, requests, [{"max_new_tokens": limit} for limit in limits])
     for answer, limit in zip(answers, limits, strict=True):
         stopped = answer.token_ids[-1] == STOP
         assert STOP not in answer.token_ids[:-1]
@@ -170,16 +166,11 @@ def test_an_answer_ends_where_its_text_first_contains_a_stop_string(kit, engine,
     requests = prompts(60)
     limits = [1 + i % 20 for i in range(60)]
 
-    async def run():
-        asked = enumerate(zip(requests, limits, strict=True))
-        return await asyncio.gather(
-            *(
-                engine.generate(p, max_new_tokens=n, stop=stop if i % 4 else (None, [])[i % 8 // 4])
-                for i, (p, n) in asked
-            )
-        )
-
-    answers = asyncio.run(run())
+    asked = [
+        {"max_new_tokens": limit, "stop": stop if i % 4 else (None, [])[i % 8 // 4]}
+        for i, limit in enumerate(limits)
+    ]
+    answers = generate_all(engine, requests, asked)
     reasons = set()
     for i, (prompt, limit, answer) in enumerate(zip(requests, limits, answers, strict=True)):
         tokens = answer.token_ids

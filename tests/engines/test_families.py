@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,17 @@ import pytest
 import torch
 import transformers
 
+from tests.tiers import some_fast
 from torchrl_mt.engines import TransformersEngine
 
-from .helpers import changed_copy, plain_log_probs, until
+from .helpers import (
+    assert_all_sampled_by,
+    changed_copy,
+    generate_all,
+    plain_log_probs,
+    started,
+    until,
+)
 
 pytestmark = pytest.mark.filterwarnings("error:.*deprecated:FutureWarning")
 
@@ -139,12 +146,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def rarely(names: Iterable[str], *often: str) -> list[Any]:
-    """All names, of which those that are not named again are for the slow tier."""
-    slow = pytest.mark.slow
-    return [name if name in often else pytest.param(name, marks=slow) for name in names]
-
-
 def build(config: str, model: str, settings: dict[str, Any]) -> Any:
     """A model of a family, with weights large enough that a wrong cache shows."""
     if not hasattr(transformers, config):
@@ -158,14 +159,7 @@ def texts(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def assert_exact(models: list[Any], prompt: list[int], answer: Any, atol: float = 5e-5) -> None:
-    """Each token's log-probability is that of a plain pass of the weights that it is stamped with."""
-    under = torch.stack([plain_log_probs(model, prompt, answer) for model in models])
-    expected = under.gather(0, torch.tensor(answer.versions)[None])[0]
-    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("family", rarely(FAMILIES, "qwen2-window", "gemma3"))
+@pytest.mark.parametrize("family", some_fast(["qwen2-window", "gemma3"], FAMILIES))
 def test_answers_are_exact_over_turns_groups_and_full_caches(family):
     play_turns(build(*FAMILIES[family]))
 
@@ -184,8 +178,7 @@ def play_turns(model: Any, atol: float = 5e-5) -> None:
                 for i, prompt in enumerate(conversations)
             ]
             answers = await asyncio.gather(*asked)
-            for prompt, answer in zip(conversations, answers, strict=True):
-                assert_exact([model], prompt, answer, atol)
+            assert_all_sampled_by(model, conversations, answers, atol)
             said = texts([3 + 5 * (i % 4) for i in range(len(lengths))], 1 + turn)
             conversations = [
                 [*prompt, *answer.token_ids, *words]
@@ -197,7 +190,7 @@ def play_turns(model: Any, atol: float = 5e-5) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("family", rarely(FAMILIES, "qwen3-moe"))
+@pytest.mark.parametrize("family", some_fast(["qwen3-moe"], FAMILIES))
 def test_answers_are_exact_before_and_after_an_update(family):
     model = build(*FAMILIES[family])
     changed = changed_copy(copy.deepcopy(model))
@@ -205,18 +198,14 @@ def test_answers_are_exact_before_and_after_an_update(family):
     requests = texts([20, 40, 5, 33], 7)
 
     async def play():
-        tasks = [
-            asyncio.create_task(engine.generate(p, stop_token_ids=(), max_new_tokens=60))
-            for p in requests
-        ]
+        tasks = started(engine, requests, stop_token_ids=(), max_new_tokens=60)
         await until(lambda: engine.stats()["generated_tokens"] >= 40)
         await asyncio.to_thread(engine.update_weights, changed)
         return await asyncio.gather(*tasks)
 
     answers = asyncio.run(play())
     assert {version for answer in answers for version in answer.versions} == {0, 1}
-    for prompt, answer in zip(requests, answers, strict=True):
-        assert_exact([model, changed], prompt, answer)
+    assert_all_sampled_by([model, changed], requests, answers, 5e-5)
 
 
 def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
@@ -233,11 +222,8 @@ def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
     assert engine.max_total_tokens == 64
     prompts = texts([50, 9], 0)
 
-    async def play():
-        return await asyncio.gather(*(engine.generate(p, stop_token_ids=()) for p in prompts))
-
-    for prompt, answer in zip(prompts, asyncio.run(play()), strict=True):
-        assert_exact([model], prompt, answer)
+    answers = generate_all(engine, prompts, stop_token_ids=())
+    assert_all_sampled_by([model], prompts, answers, 5e-5)
     with pytest.raises(ValueError, match="exceed the 64 tokens that"):
         asyncio.run(engine.generate(prompts[0], max_new_tokens=15))
 
@@ -262,15 +248,13 @@ def test_half_precision_is_sampled_from(dtype):
     engine = TransformersEngine(model, TOKENIZER, seed=3, max_new_tokens=20)
     prompts = texts([30, 9, 41], 0)
 
-    async def play():
-        return await asyncio.gather(*(engine.generate(p, stop_token_ids=()) for p in prompts))
-
-    for prompt, answer in zip(prompts, asyncio.run(play()), strict=True):
+    answers = generate_all(engine, prompts, stop_token_ids=())
+    for prompt, answer in zip(prompts, answers, strict=True):
         gap = plain_log_probs(model, prompt, answer) - torch.tensor(answer.log_probs)
         assert gap.abs().max() < 0.2
 
 
-@pytest.mark.parametrize("family", rarely(REFUSED, "mamba"))
+@pytest.mark.parametrize("family", some_fast(["mamba"], REFUSED))
 def test_what_keeps_more_than_keys_and_values_is_refused(family):
     model = build(*REFUSED[family])
     with pytest.raises(ValueError, match=f"nothing else, got {type(model).__name__}: .*Wrap it in"):

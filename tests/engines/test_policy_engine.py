@@ -195,11 +195,7 @@ def test_requests_of_different_laws_are_answered_by_their_own(model, tokenizer):
     laws = [{}, {"top_k": 2}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1.0}, {"top_k": 99}]
     requests = prompts(50)
 
-    async def run():
-        asked = [engine.generate(prompt, **laws[i % 5]) for i, prompt in enumerate(requests)]
-        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
-
-    answers = asyncio.run(run())
+    answers = generate_all(engine, requests, laws * 10)
     for i, (prompt, answer) in enumerate(zip(requests, answers, strict=True)):
         law = {"temperature": 0.9, **laws[i % 5]}
         if i % 5 == 2:
@@ -218,11 +214,7 @@ def test_different_laws_do_not_break_batches_up(model, tokenizer):
     sizes, sampler = [], engine._answerer._sampler
     engine._answerer._sampler = lambda *batch: sizes.append(len(batch[0])) or sampler(*batch)
 
-    async def run():
-        asked = [engine.generate([5], temperature=0.5 + i % 2) for i in range(40)]
-        await asyncio.wait_for(asyncio.gather(*asked), PATIENCE)
-
-    asyncio.run(run())
+    generate_all(engine, [[5]] * 40, [{"temperature": 0.5 + i % 2} for i in range(40)])
     assert sum(sizes) == 40
     assert len(sizes) <= 4
 

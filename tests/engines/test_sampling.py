@@ -209,12 +209,8 @@ def test_requests_of_one_batch_have_their_own_laws(engine, model):
     ] * 4
     requests = prompts(len(cases))
 
-    async def run():
-        return await asyncio.gather(
-            *(engine.generate(p, **case) for p, case in zip(requests, cases, strict=True))
-        )
-
-    for prompt, case, answer in zip(requests, cases, asyncio.run(run()), strict=True):
+    answers = generate_all(engine, requests, cases)
+    for prompt, case, answer in zip(requests, cases, answers, strict=True):
         expected = reference(plain_logits(model, prompt, answer), Sampling().changed(**case))
         expected = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)

@@ -15,11 +15,9 @@ from tests.settings import grouped
 from tests.tiers import first_fast, some_fast
 from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import ValueModel, row_log_probs, row_values
-from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states
 from torchrl_mt.scoring.packing_check import packing_fault
 from torchrl_mt.scoring.row_vision import vision_towers
-from torchrl_mt.scoring.token_log_probs import log_probs_at
 from torchrl_mt.vision import RowImages
 from torchrl_mt.vision.model import VisionModel
 from torchrl_mt.vision.rows import COUNT, FIRST, PIXELS
@@ -143,49 +141,6 @@ def test_a_worker_without_rows_runs_the_model(packed):
     none = torch.zeros(0, 5, dtype=torch.long)
     log_prob, _ = row_log_probs(model, none, none.bool(), none.bool(), passes=Passes(packed=packed))
     assert log_prob.shape == (0, 5)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_barred_tokens_have_no_probability_and_no_gradient(softcap):
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, 3, generator=g, dtype=torch.float64)
-    weight = torch.randn(7, 3, generator=g, dtype=torch.float64)
-    target, barred = torch.tensor([0, 1, 3, 6, 1]), [2, 5]
-    kept = torch.tensor([0, 1, 3, 4, 6])
-
-    def logits(h, w):
-        x = 0.5 * h @ w.T
-        return x if softcap is None else softcap * torch.tanh(x / softcap)
-
-    out = []
-    for way in range(3):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        if way == 0:
-            log_p = (logits(h, w[kept]) / 0.7).log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            log_prob = log_p.gather(-1, torch.searchsorted(kept, target)[:, None]).squeeze(-1)
-        elif way == 1:
-            options = {"temperature": 0.7, "with_entropy": True, "barred": barred}
-            log_prob, entropy = linear_log_probs(
-                h, w, target, scale=0.5, softcap=softcap, **options
-            )
-        else:
-            options = {"temperature": 0.7, "with_entropy": True, "barred": barred}
-            log_prob, entropy = log_probs_at(logits(h, w), torch.arange(5), target, **options)
-        (log_prob.square().sum() + entropy.square().sum()).backward()
-        assert not w.grad[barred].any()
-        out.append((log_prob, entropy, h.grad, w.grad))
-    close(out[1], out[0], 1e-7, 1e-7)
-    close(out[2], out[0], 1e-7, 1e-7)
-    weight.requires_grad_()
-    for log_prob, _ in (
-        linear_log_probs(hidden, weight, target * 0 + 2, barred=barred),
-        log_probs_at(hidden @ weight.T, torch.arange(5), target * 0 + 2, barred=barred),
-    ):
-        assert log_prob.tolist() == [-torch.inf] * 5
-        log_prob.sum().backward()
-        assert weight.grad.any()
-        assert not weight.grad[barred].any()
 
 
 @pytest.mark.parametrize("family", some_fast(["qwen3_vl"], FAMILIES))

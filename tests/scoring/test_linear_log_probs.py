@@ -9,18 +9,21 @@ from hypothesis import strategies as st
 
 from tests.scoring.helpers import DEVICES, close
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
+from torchrl_mt.scoring.token_log_probs import log_probs_at
 
 module = import_module(linear_log_probs.__module__)
 
 
-def plain(hidden, weight, tokens, bias, scale, softcap, temperature):
+def plain(hidden, weight, tokens, bias, scale, softcap, temperature, barred=()):
     logits = hidden @ weight.T
     if bias is not None:
         logits = logits + bias
     logits = scale * logits
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits / temperature).log_softmax(-1)
+    kept = [k for k in range(len(weight)) if k not in barred]
+    log_p = (logits[:, kept] / temperature).log_softmax(-1)
+    tokens = torch.searchsorted(torch.tensor(kept), tokens.cpu()).to(tokens.device)
     return log_p.gather(-1, tokens[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -42,17 +45,21 @@ def inputs(seed, k, h, v, dtype=torch.float64, device="cpu"):
     temperature=st.sampled_from([1.0, 0.6, 3.0]),
     with_bias=st.booleans(),
     pick=st.sampled_from([(1, 1), (1, 0), (0, 1)]),
+    barring=st.booleans(),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
-    seed, k, v, chunk, scale, softcap, temperature, with_bias, pick
+    seed, k, v, chunk, scale, softcap, temperature, with_bias, pick, barring
 ):
     hidden, weight, bias, tokens, weights = inputs(seed, k, 4, v)
     bias = bias if with_bias else None
+    barred = sorted({0, v // 2} - {v - 1}) if barring else []
+    tokens = torch.where(torch.isin(tokens, torch.tensor(barred)), v - 1, tokens)
     leaves = [hidden, weight] + [bias] * with_bias
-    expected = plain(hidden, weight, tokens, bias, scale, softcap, temperature)
+    expected = plain(hidden, weight, tokens, bias, scale, softcap, temperature, barred)
     old, module.CHUNK_ELEMENTS = module.CHUNK_ELEMENTS, chunk
     try:
         options = {"scale": scale, "softcap": softcap, "temperature": temperature}
+        options["barred"] = barred
         got = linear_log_probs(hidden, weight, tokens, bias, **options, with_entropy=True)
         gradients = [
             torch.autograd.grad(
@@ -64,6 +71,28 @@ def test_values_and_gradients_are_those_of_whole_logits(
     finally:
         module.CHUNK_ELEMENTS = old
     close((*got, *gradients[0]), (*expected, *gradients[1]), 1e-10, 1e-10)
+
+
+def test_barred_tokens_have_no_probability_in_whole_logits_either():
+    hidden, weight, _, _, weights = inputs(0, 5, 3, 7)
+    tokens, barred = torch.tensor([0, 1, 3, 6, 1]), [2, 5]
+    expected = plain(hidden, weight, tokens, None, 1.0, None, 0.7, barred)
+    rows, options = torch.arange(5), {"temperature": 0.7, "with_entropy": True, "barred": barred}
+    got = log_probs_at(hidden @ weight.T, rows, tokens, **options)
+    close(got, expected, 1e-7, 1e-7)
+    slopes = [
+        torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, of, strict=True)), weight)
+        for of in (got, expected)
+    ]
+    close(*slopes, 1e-7, 1e-7)
+    for log_prob, _ in (
+        linear_log_probs(hidden, weight, tokens * 0 + 2, barred=barred),
+        log_probs_at(hidden @ weight.T, rows, tokens * 0 + 2, barred=barred),
+    ):
+        assert log_prob.tolist() == [-torch.inf] * 5
+        (slope,) = torch.autograd.grad(log_prob.sum(), weight)
+        assert slope.any()
+        assert not slope[barred].any()
 
 
 def test_without_entropy_the_log_probs_are_the_same():
