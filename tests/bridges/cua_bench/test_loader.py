@@ -938,10 +938,8 @@ def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
 
 @pytest.mark.slow
 def test_environments_may_run_in_processes(make):
-    options = {"task_configs": [{}] * 6, "options": CollectorOptions(cycle=False)}
-    loader = make(
-        Tells, batch_size=2, num_envs=4, options=CollectorOptions(env_workers=2), **options
-    )
+    options = CollectorOptions(cycle=False, env_workers=2)
+    loader = make(Tells, batch_size=2, num_envs=4, task_configs=[{}] * 6, options=options)
     assert play(loader, reply, lambda: False) == 12
     assert len({info["pid"] for info in loader.storage[:]["info"]}) == 2
 
