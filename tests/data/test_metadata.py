@@ -38,6 +38,20 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     assert alive() is None
 
 
+@pytest.mark.parametrize("how", ["load_memmap", "state_dict"])
+def test_a_smaller_budget_keeps_the_metadata_of_what_it_keeps(make, tmp_path, how):
+    storage, same = EpisodeStorage(20), EpisodeStorage(20, max_episodes=2)
+    for i in range(4):
+        storage.append(make.vectors([3], first_id=i), {"number": i})
+    if how == "load_memmap":
+        storage.dumps(tmp_path)
+        same = EpisodeStorage.load_memmap(tmp_path, max_episodes=2)
+    else:
+        same.load_state_dict(storage.state_dict())
+    assert pairs(same) == [(2, {"number": 2}), (3, {"number": 3})]
+    assert len(same.table.metadata) == 2  # that of the others is not kept
+
+
 @pytest.mark.parametrize("given", ["demonstration", [("a", 1)], 3])
 def test_metadata_that_is_no_dict_is_refused(make, given):
     storage = EpisodeStorage(20)

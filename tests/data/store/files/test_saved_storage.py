@@ -46,9 +46,10 @@ def episodes(make, kind, lengths, seed=0):
 
 def contents(make, storage):
     """The steps and the metadata of each episode."""
-    found = [make.steps(episode) for episode in storage.episodes()]
-    assert len(storage.table.metadata) <= len(found)
-    return [(steps, storage.metadata(i)) for i, steps in enumerate(found)]
+    steps = [make.steps(episode) for episode in storage.episodes()]
+    facts = [storage.metadata(i) for i in range(len(steps))]
+    assert len(storage.table.metadata) == sum(map(bool, facts))  # that of others is not kept
+    return list(zip(steps, facts, strict=True))
 
 
 def fitting(stored, max_steps, max_episodes):
