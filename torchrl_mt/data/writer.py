@@ -368,8 +368,8 @@ class EpisodeWriter(SavesState, Writer):
         for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps_from(steps))
         self._open, self._pairs = opened, dict(state_dict["continuity"])
-        source = state_dict["id_source"]  # Release 0.1.0 saved it as it is.
-        self._id_source = _IdSource(**source) if isinstance(source, dict) else source
+        source = state_dict["id_source"]
+        self._id_source = None if source is None else _IdSource(**source)
         self._write_count = state_dict["write_count"]
         self._counts = dict(state_dict["counts"])
 
