@@ -212,7 +212,7 @@ def test_a_global_generator_is_not_saved(make, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
-def test_several_processes_save_and_load_at_once(tmp_path):
+def test_other_processes_load_while_one_saves(tmp_path):
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, versions.__file__, str(tmp_path)],
@@ -220,7 +220,7 @@ def test_several_processes_save_and_load_at_once(tmp_path):
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0
-    assert versions.loaded_version(tmp_path) in (24, 114)
+    assert versions.loaded_version(tmp_path) == 24
     versions.version(3).dumps(tmp_path)
     assert versions.loaded_version(tmp_path) == 3
     assert len(versions.folders(tmp_path)) == 1
@@ -305,18 +305,13 @@ def test_other_files_stay_and_leftovers_go(tmp_path):
     (tmp_path / "model.pt").write_text("weights")
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-best" / "a").write_text("mine")
-    of_others, left_over = (tmp_path / f"checkpoint-{digit * 32}.tmp" for digit in "01")
-    for folder in (of_others, left_over):
-        (folder / "storage").mkdir(parents=True)
-        (folder / "storage" / "000.rows").write_text("half")
-    two_hours_ago = time.time() - 7200
-    for each in (left_over, of_others, *left_over.rglob("*")):
-        os.utime(each, (two_hours_ago, two_hours_ago))  # in the other, something was written since
+    left_over = tmp_path / f"checkpoint-{'1' * 32}.tmp"
+    (left_over / "storage").mkdir(parents=True)
+    (left_over / "storage" / "000.rows").write_text("half")
     for number in (1, 2):
         versions.version(number).dumps(tmp_path)
         assert versions.loaded_version(tmp_path) == number
-        assert len(versions.folders(tmp_path)) == 3
-    assert of_others.exists()
+        assert len(versions.folders(tmp_path)) == 2
     assert not left_over.exists()
     assert (tmp_path / "model.pt").read_text() == "weights"
     assert (tmp_path / "checkpoint-best" / "a").read_text() == "mine"
@@ -337,20 +332,6 @@ def test_a_version_that_is_replaced_while_it_is_read_is_left_for_the_newer_one(t
     rb.loads(tmp_path)
     assert len(loads) == 2
     assert versions.parts(rb) == versions.parts(versions.version(2))
-
-
-def test_savers_that_meet_take_numbers_of_their_own(tmp_path, monkeypatch):
-    rename = os.rename
-
-    def beaten(source, target):
-        monkeypatch.undo()
-        versions.version(2).dumps(tmp_path)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", beaten)
-    versions.version(3).dumps(tmp_path)
-    assert versions.loaded_version(tmp_path) == 3
-    assert len(versions.folders(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("name", ["save", "dump", "dumps"])

@@ -90,7 +90,7 @@ def unfinished(path):
 
 
 def together(path, times=15):
-    """Several save to one folder and one loads, all at once."""
+    """One saves to a folder, and two load from it."""
     version(1).dumps(path)
 
     def save(first):
@@ -102,7 +102,7 @@ def together(path, times=15):
             loaded_version(path)
 
     fork = multiprocessing.get_context("fork")
-    works = [(save, 10), (save, 100), (load, 0)]
+    works = [(save, 10), (load, 0), (load, 0)]
     workers = [fork.Process(target=work, args=[first]) for work, first in works]
     for each in workers:
         each.start()

@@ -29,7 +29,6 @@ from torchrl_mt.data._store.handles import HANDLES
 from torchrl_mt.data._store.plain import plain_steps, steps_from
 from torchrl_mt.data._store.schema import Schema
 from torchrl_mt.data._store.steps import Path, Steps, name_of, pack, path_of
-from torchrl_mt.data._writing.beginnings import Beginnings
 from torchrl_mt.data._writing.closed_episodes import (
     Closed,
     Reason,
@@ -38,8 +37,8 @@ from torchrl_mt.data._writing.closed_episodes import (
     transformed,
     worth_storing,
 )
-from torchrl_mt.data._writing.continuity import Continuity, compared
-from torchrl_mt.data._writing.matching import Matcher, Matches
+from torchrl_mt.data._writing.continuity import Pairs, comparable, follow_ted, learned
+from torchrl_mt.data._writing.matching import Matches, match, renumbered
 from torchrl_mt.data._writing.open_steps import Label, OpenSteps
 from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
 from torchrl_mt.data._writing.ted import FLAGS, EndFlags, names_of
@@ -75,6 +74,9 @@ class _IdSource:
         return f"the done flags of {self.rows} rows"
 
 
+_PAIRS = 16
+"""Pairs of steps of each batch to learn from."""
+
 _ZERO_COUNTS = {"breaks": 0, "truncated": 0, "dropped": 0}
 _EMPTY_CACHE: tuple[Any, ...] = (None, None, ((), ()))
 _BREAK_OUTCOMES = {
@@ -94,19 +96,19 @@ class EpisodeWriter(SavesState, Writer):
     (``("collector", "mask")`` is false) is left out.
 
     Steps join an open episode only if they continue it: their first step has no true ``"is_init"``,
-    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. The writer
-    learns which entries follow this rule (see :mod:`torchrl_mt.data._writing.continuity`). It does not
-    compare Python objects, tensors of varying shape and done flags; without comparable entries, ids or
-    rows decide alone. Consecutive steps of one id in a row of a batch always continue each other,
-    unless ``"is_init"`` is true. Steps that continue no open episode of their id begin another one:
+    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. Python objects
+    and done flags are not compared, nor are entries that differ in more than one in five pairs of
+    consecutive steps; if no entry is left, ids or rows decide alone. Consecutive steps of one id in a
+    row of a batch always continue each other, unless ``"is_init"`` is true, so batches of single steps
+    teach nothing: leave out entries in which they do not continue. Steps that continue no open episode
+    of their id begin another one:
 
     - With ids, both episodes stay open, as two collectors may both count from 0. At most 32 episodes
       of one id are open; beyond that, the one that waited longest for a step is given up.
     - With done flags, a row has one open episode. It is given up, as the environment was reset.
 
     Ids that are numbered anew in each batch cost episodes their beginnings. The writer warns once when a
-    new id begins without a true ``"is_init"``, where other steps had one, or where an open episode of
-    another id left off.
+    new id begins where an open episode of another id left off.
 
     An episode whose id stops coming without a done flag stays open until :meth:`flush`, or until
     ``max_open_steps`` is exceeded. TorchRL's ``Collector(reset_at_each_iter=True)`` leaves such
@@ -197,12 +199,11 @@ class EpisodeWriter(SavesState, Writer):
         return torch.where((index >= HANDLES) & self._storage.contains(index), 0, -1)
 
     def _forget(self) -> None:
-        """Reset the open episodes, learned continuity and counts."""
+        """Reset the open episodes, what was learned of entries, and counts."""
         self._open = OpenSteps()
         self._id_source: _IdSource | None = None
         self._write_count = 0
-        self._continuity = Continuity()
-        self._beginnings = Beginnings()
+        self._pairs: Pairs = {}
         self._counts = dict(_ZERO_COUNTS)
         self._warned: set[str] = set()
         self._entries_cache = self._schema_cache = _EMPTY_CACHE
@@ -313,7 +314,6 @@ class EpisodeWriter(SavesState, Writer):
             opened = self._open
             if not opened.slots:
                 return _nothing()
-            self._beginnings.gave_up = True
             closed = [
                 Closed(slot, opened.rows(slot), opened.labels[slot], "flush")
                 for slot in opened.by_age()
@@ -341,10 +341,9 @@ class EpisodeWriter(SavesState, Writer):
                 known = [*self.open_lengths]
                 raise KeyError(f"no episode {episode!r} is open; the open ones are {known}.")
             self._open.discard(self._open.slots[episode])
-            self._beginnings.gave_up = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the open episodes, learned continuity and counts."""
+        """Return copies of the open episodes, what was learned of entries, and counts."""
         with self._locked():
             opened = self._open
             return {
@@ -354,7 +353,7 @@ class EpisodeWriter(SavesState, Writer):
                 ],
                 "id_source": None if self._id_source is None else asdict(self._id_source),
                 "write_count": self._write_count,
-                "continuity": self._continuity.records(),
+                "continuity": dict(self._pairs),
                 "counts": dict(self._counts),
             }
 
@@ -368,10 +367,9 @@ class EpisodeWriter(SavesState, Writer):
         opened = OpenSteps()
         for key, label, steps in state_dict["open"]:
             opened.restore(key, label, steps_from(steps))
-        self._open, self._continuity = opened, Continuity(state_dict["continuity"])
-        self._beginnings = Beginnings()
-        source = state_dict["id_source"]  # Release 0.1.0 saved it as it is.
-        self._id_source = _IdSource(**source) if isinstance(source, dict) else source
+        self._open, self._pairs = opened, dict(state_dict["continuity"])
+        source = state_dict["id_source"]
+        self._id_source = None if source is None else _IdSource(**source)
         self._write_count = state_dict["write_count"]
         self._counts = dict(state_dict["counts"])
 
@@ -379,14 +377,13 @@ class EpisodeWriter(SavesState, Writer):
         """Drop the open episodes."""
         with self._locked():
             count = 0 if empty_write_count else self._write_count
-            given_up = bool(self._open.slots)
             self._forget()
-            self._write_count, self._beginnings.gave_up = count, given_up
+            self._write_count = count
 
     def __getstate__(self) -> dict[str, Any]:
         with self._locked():
             state = super().__getstate__()
-            for name in ("_open", "_continuity", "_entries_cache", "_schema_cache"):
+            for name in ("_open", "_pairs", "_entries_cache", "_schema_cache"):
                 del state[name]
             return {**state, "_saved": self.state_dict()}
 
@@ -409,31 +406,36 @@ class EpisodeWriter(SavesState, Writer):
         added, paths = self._added_and_compared(steps, form)
         id_source = self._find_id_source(steps, shape)
         ids = None if id_source.key is None else read_ids(steps, id_source.key)
-        learn = not self._continuity.knows(paths)
-        batch, continuity = self._segmented(steps, ids, shape, learn, added, paths)
+        batch = segment(steps, ids, shape, self._end_flags)
         if added:
             form = None
+            rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
+            batch = replace(batch, steps=replace(batch.steps, columns=rest))
+        pairs = learned(self._pairs, paths, batch.steps, batch.pairs(_PAIRS))
+        paths = follow_ted(pairs, paths)
         keys, opened = batch.segments.keys, self._open
         self._check_lengths(batch)
         apart = bool(opened.slots) and id_source != self._id_source
-        if batch.ended.all() and (apart or opened.newest.keys().isdisjoint(keys)):
+        if batch.ended.all() and (apart or opened.by_id.keys().isdisjoint(keys)):
             # All episodes are whole, and no open one is concerned.
             self._check_open_fit(batch)
-            whole = [Closed(-1, batch.positions(i), key) for i, key in enumerate(keys)]
-            whole.sort(key=lambda episode: int(episode.rows[-1]))
-            return self._commit(batch, shape, whole, continuity, paths, id_source)
+            bounds = zip(batch.segments.starts, batch.segments.stops, keys, strict=True)
+            whole = [Closed(-1, np.arange(start, stop), key) for start, stop, key in bounds]
+            return self._commit(batch, shape, whole, pairs, paths, id_source)
         if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._id_source}, this batch "
                 f"would be by {id_source}: send one kind of batch, or flush() first."
             )
         first = opened.put(batch.steps, self._schema_with(batch, form))
-        by_rows = id_source.key is None
-        found = self._matched(batch, first, by_rows, paths, continuity)
-        if found.breaks and not learn:
-            # The environment may no longer follow what was learned.
-            batch, continuity = self._segmented(steps, ids, shape, True, added, paths)
-            found = self._matched(batch, first, by_rows, paths, continuity)
+        found = match(
+            opened,
+            batch,
+            paths,
+            by_rows=id_source.key is None,
+            max_length=self._max_length,
+            max_steps=self.max_open_steps or self._storage.max_size,
+        )
         if found.breaks and self.on_break == "raise":
             i, reason = found.breaks[0]
             raise ValueError(
@@ -441,43 +443,7 @@ class EpisodeWriter(SavesState, Writer):
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
         closed = self._closed(batch, found, first)
-        return self._commit(batch, shape, closed, continuity, paths, id_source, found)
-
-    def _segmented(
-        self,
-        steps: Steps,
-        ids: np.ndarray | None,
-        shape: torch.Size,
-        learn: bool,
-        added: tuple[Path, ...],
-        paths: tuple[Path, ...],
-    ) -> tuple[Batch, Continuity]:
-        """Cut a batch into segments, without its ``added`` entries; also return what was learned."""
-        continuity = Continuity(self._continuity.records())
-        batch = segment(steps, ids, shape, self._end_flags, paths, continuity, learn=learn)
-        if added:
-            rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
-            batch = replace(batch, steps=replace(batch.steps, columns=rest))
-        return batch, continuity
-
-    def _matched(
-        self,
-        batch: Batch,
-        first: int,
-        by_rows: bool,
-        paths: tuple[Path, ...],
-        continuity: Continuity,
-    ) -> Matches:
-        """Match the segments of a batch to episodes."""
-        return Matcher(
-            self._open,
-            batch,
-            first,
-            by_rows=by_rows,
-            paths=paths,
-            continuity=continuity,
-            max_length=self._max_length,
-        ).match(self.max_open_steps or self._storage.max_size)
+        return self._commit(batch, shape, closed, pairs, paths, id_source, found)
 
     def _added_and_compared(
         self, steps: Steps, form: Form | None
@@ -489,7 +455,7 @@ class EpisodeWriter(SavesState, Writer):
             added: tuple[Path, ...] = ()
             if schema is not None:
                 added = tuple((_SAMPLE_ENTRIES & steps.columns.keys()) - schema.entries.keys())
-            known = (added, compared(steps, self._end_flags.keys))
+            known = (added, comparable(steps, self._end_flags.keys))
             self._entries_cache = (form, schema, known)
         return known
 
@@ -551,7 +517,7 @@ class EpisodeWriter(SavesState, Writer):
         if stored is not None:
             stored.merge(schema)
         if self._open.slots and self._open.schema is not None:
-            known = [key for key in batch.segments.keys if key in self._open.newest]
+            known = [key for key in batch.segments.keys if key in self._open.by_id]
             of = f"the open episode {known[0]}" if known else "the open episodes"
             try:
                 schema = self._open.schema.merge(schema)
@@ -565,7 +531,7 @@ class EpisodeWriter(SavesState, Writer):
     def _closed(self, batch: Batch, found: Matches, first: int) -> list[Closed]:
         """List the episodes that a batch closes, ordered by their last steps."""
         opened, slots, keys = self._open, found.slots, batch.segments.keys
-        opened.assign(batch.segments, batch.order, slots)
+        opened.assign(batch.segments, slots)
         ended = np.flatnonzero(batch.ended).tolist()
         reasons: dict[int, Reason] = {int(slots[i]): "ended" for i in ended}
         for slot in found.broken:
@@ -588,7 +554,7 @@ class EpisodeWriter(SavesState, Writer):
         batch: Batch,
         shape: torch.Size,
         closed: list[Closed],
-        continuity: Continuity,
+        pairs: Pairs,
         paths: tuple[Path, ...],
         id_source: _IdSource,
         found: Matches | None = None,
@@ -598,16 +564,10 @@ class EpisodeWriter(SavesState, Writer):
         ``found`` is None if all segments are whole episodes and none is among the open steps.
         """
         first, kept, episodes = 0 if found is None else self._open.tail, closed, batch.steps
-        renumbered = None
-        if id_source.key is not None and (not self._open.slots or id_source == self._id_source):
-            renumbered = self._beginnings.sign_of_new_ids(
-                batch, found, self._open, paths, continuity
-            )
-        if found is None:
-            if batch.order is not None:
-                order = np.concatenate([episode.rows for episode in closed])
-                episodes = episodes.take(torch.from_numpy(order))
-        elif closed:
+        anew = None
+        if id_source.key is not None and id_source == self._id_source:
+            anew = renumbered(self._open, batch, found, paths)
+        if found is not None and closed:
             kept = worth_storing(
                 closed, self._open, self._end_flags, discard_broken=self.on_break == "discard"
             )
@@ -622,18 +582,18 @@ class EpisodeWriter(SavesState, Writer):
                 stored = lengths = _nothing()
             if found is not None:
                 left = {episode.slot: episode.rows for episode in closed}
-                self._open.accept(batch.segments, batch.order, found.slots, found.fresh, left)
+                self._open.accept(batch.segments, found.slots, found.fresh, left)
                 self._count_given_up(batch, found, closed, len(kept))
                 self._id_source = id_source
-            self._continuity = continuity
-            if renumbered is not None and "renumbered" not in self._warned:
+            self._pairs = pairs
+            if anew is not None and "renumbered" not in self._warned:
                 self._warned.add("renumbered")
                 _logger.warning(
                     "%s: it lacks its beginning. Ids must stay the same: MultiSyncCollector numbers "
                     "them anew in each batch with split_trajs=True. Give it split_trajs=False, or give "
                     "EpisodeWriter(traj_key=...) a key of ids that stay. This is said once for each "
                     "writer.",
-                    renumbered,
+                    anew,
                 )
         if self._sets_indices():
             return handles_of_batch(batch, shape, kept, lengths, stored, first)

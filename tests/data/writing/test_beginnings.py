@@ -18,8 +18,8 @@ from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 SAID = "lacks its beginning"
 
 
-def buffer(**kwargs):
-    return ReplayBuffer(storage=EpisodeStorage(10_000), writer=EpisodeWriter(**kwargs))
+def buffer():
+    return ReplayBuffer(storage=EpisodeStorage(10_000), writer=EpisodeWriter())
 
 
 class Said(logging.Handler):
@@ -136,55 +136,10 @@ def test_episodes_that_lose_their_beginning_to_new_ids_are_said(is_init, number,
         assert "split_trajs=False" in said.texts[0]
 
 
-def whole(number, *, first=0, is_init=True):
-    """Steps ``first`` to 5 of an episode."""
-    t = torch.arange(first, 6)
-    return TensorDict(
-        {
-            "collector": {"traj_ids": torch.full((len(t),), number)},
-            "is_init": (t[:, None] == 0) & is_init,
-            "next": {"done": t[:, None] == 5, "truncated": torch.zeros(len(t), 1).bool()},
-        },
-        [len(t)],
-    )
-
-
-def test_without_observations_is_init_tells(caplog):
-    rb = buffer()
-    rb.extend(whole(0, is_init=False))
-    rb.extend(whole(1, first=2))
-    assert SAID not in caplog.text
-    rb.extend(whole(3))
-    rb.extend(whole(2, first=2))
-    assert 'episode 2 begins without a true "is_init": it lacks its beginning' in caplog.text
-    rb.extend(whole(4, first=2))
-    assert caplog.text.count(SAID) == 1
-
-
-@pytest.mark.parametrize(
-    "give_up",
-    [
-        lambda rb: rb.writer.flush(),
-        lambda rb: rb.writer.discard(1),
-        lambda rb: rb.empty(),
-        lambda rb: rb.extend(whole(2)[:4]),
-    ],
-    ids=["flush", "discard", "empty", "max_open_steps"],
-)
-def test_the_rest_of_an_episode_that_was_given_up_is_no_new_one(give_up, caplog):
-    rb = buffer(max_open_steps=6)
-    rb.extend(whole(0))
-    rb.extend(whole(1)[:3])
-    give_up(rb)
-    rb.extend(whole(3)[:1])
-    rb.extend(whole(1)[3:])
-    assert SAID not in caplog.text
-
-
 def test_done_flags_alone_are_no_ids(caplog):
-    rb = buffer()
-    for first in (0, 2):
-        rb.extend(whole(0, first=first).exclude("collector"))
+    envs, rb = Envs(2, 0), buffer()
+    for _ in range(4):
+        rb.extend(steps(renumbered(envs.batch(5)), False).exclude("collector"))
     assert SAID not in caplog.text
 
 

@@ -1,8 +1,7 @@
 """Plain forms of schemas and steps: what saved states hold instead of classes of this package.
 
 ``schema_from(plain_schema(schema)) == schema``, and likewise for steps. Plain are tensors, numbers,
-strings, tuples, lists and dicts. The user's own objects and tensorclasses stay as they are. States of
-release 0.1.0, which hold the classes, are read too.
+strings, tuples, lists and dicts. The user's own objects and tensorclasses stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ __all__ = [
     "dtype_from",
     "is_plain",
     "is_trusted",
-    "items_from",
     "load_plainly",
     "plain_dtype",
     "plain_schema",
@@ -161,10 +159,10 @@ def plain_schema(schema: Schema | None) -> dict[str, Any] | None:
     return {"entries": entries, "root_class": schema.root_class}
 
 
-def schema_from(saved: Any) -> Schema | None:
+def schema_from(saved: dict[str, Any] | None) -> Schema | None:
     """Return the schema that :func:`plain_schema` converted."""
-    if saved is None or isinstance(saved, Schema):
-        return saved
+    if saved is None:
+        return None
     entries = {}
     for entry in saved["entries"]:
         dtype = None if entry["dtype"] is None else dtype_from(entry["dtype"])
@@ -185,10 +183,8 @@ def plain_steps(steps: Steps) -> dict[str, Any]:
     return {"length": steps.length, "columns": columns, "root_class": steps.root_class}
 
 
-def steps_from(saved: Any) -> Steps:
+def steps_from(saved: dict[str, Any]) -> Steps:
     """Return the steps that :func:`plain_steps` converted."""
-    if isinstance(saved, Steps):
-        return saved
 
     def column(plain: Tensor | dict[str, list[Any]]) -> Column:
         if isinstance(plain, Tensor):
@@ -197,8 +193,3 @@ def steps_from(saved: Any) -> Steps:
 
     columns = {path: column(plain) for path, plain in saved["columns"].items()}
     return Steps(saved["length"], columns, saved["root_class"])
-
-
-def items_from(saved: Any) -> list[Any]:
-    """Return the objects of a saved column, which are a list."""
-    return saved.items if isinstance(saved, Objects) else saved

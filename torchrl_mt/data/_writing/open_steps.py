@@ -18,7 +18,7 @@ from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.schema import Schema, as_array, bits
 from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, rows_at, step_tensors
-from torchrl_mt.data._writing.continuity import bits_at
+from torchrl_mt.data._writing.continuity import Bits, bits_at
 from torchrl_mt.data._writing.segments import Segments
 
 __all__ = ["Label", "OpenSteps"]
@@ -55,14 +55,10 @@ class OpenSteps:
         """By slot: id, first row, last row, number of steps, batch of the last step."""
         self.is_open = np.zeros(0, dtype=bool)
         """By slot: whether it holds an open episode."""
-        self._recent: tuple[np.ndarray, np.ndarray, list[int]] = (_NO_ROWS, _NO_ROWS, [])
-        """Segments of the last batch: ids, slots, and positions of those that are closed."""
         self.slots: dict[Label, int] = {}
         """Slot of every open episode, by label."""
-        self.newest: dict[int, int] = {}
-        """Slot of the episode that began last, by id."""
-        self.several: dict[int, list[int]] = {}
-        """Slots of ids with more than one episode, oldest episode first."""
+        self.by_id: dict[int, list[int]] = {}
+        """Slots of the episodes with an id, oldest episode first."""
         self.labels: dict[int, Label] = {}
         """Label of the episode in each slot."""
         self.num_steps = 0
@@ -71,25 +67,15 @@ class OpenSteps:
         """Number of batches so far."""
         self._free: list[int] = []
 
-    def find(self, parts: Segments) -> np.ndarray:
-        """Find a slot for each segment's id: int64 ``[S]``; -1 if the id has no open episode.
+    @property
+    def any_id_twice(self) -> bool:
+        """Whether an id has more than one open episode."""
+        return len(self.by_id) < len(self.slots)
 
-        This is the slot that the id had in the last batch, if its episode is still open, else the slot
-        of its newest episode. If an id has several, the caller chooses.
-        """
-        ids, slots, ended = self._recent
-        if len(ids) != len(parts.ids):
-            return np.array([self.newest.get(key, -1) for key in parts.keys], dtype=np.int64)
-        found = slots.copy()
-        for i in [*np.flatnonzero(ids != parts.ids).tolist(), *ended]:
-            found[i] = self.newest.get(parts.keys[i], -1)
-        return found
-
-    def with_id(self, key: int) -> list[int]:
-        """Slots of the episodes with an id, oldest first."""
-        if key in self.several:
-            return self.several[key]
-        return [self.newest[key]] if key in self.newest else []
+    def newest(self, keys: Iterable[int]) -> np.ndarray:
+        """Slot of each id's newest episode: int64 ``[S]``; -1 if the id has none."""
+        none = [-1]
+        return np.array([self.by_id.get(key, none)[-1] for key in keys], dtype=np.int64)
 
     def by_age(self) -> list[int]:
         """Slots of the open episodes, ordered by their last steps."""
@@ -133,10 +119,9 @@ class OpenSteps:
         """A copy of the steps of an episode."""
         return self.take(self.rows(slot)).clone()
 
-    def bits_at(self, path: Path, rows: np.ndarray | slice) -> np.ndarray | None:
-        """Bits of an entry in ``rows``: integers ``[n, w]``; None if shapes or dtypes vary."""
-        column = self.columns.get(path)
-        return None if column is None else column.bits_at(rows)
+    def bits_at(self, path: Path, rows: np.ndarray) -> Bits:
+        """Bits of an entry in ``rows``."""
+        return self.columns[path].bits_at(rows)
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -159,11 +144,10 @@ class OpenSteps:
             held.put(first, column)
         return first
 
-    def assign(self, parts: Segments, order: np.ndarray | None, slots: np.ndarray) -> None:
+    def assign(self, parts: Segments, slots: np.ndarray) -> None:
         """Mark the rows that :meth:`put` wrote as belonging to slots; arguments as :meth:`accept`."""
         owners = slots if len(slots) == int(parts.stops[-1]) else np.repeat(slots, parts.sizes)
-        place = self.owner[self.tail : self.tail + len(owners)]
-        place[slice(None) if order is None else order] = owners
+        self.owner[self.tail : self.tail + len(owners)] = owners
 
     def new_slots(self, number: int) -> list[int]:
         """Find ``number`` free slots; :meth:`accept` takes them."""
@@ -185,7 +169,6 @@ class OpenSteps:
     def accept(
         self,
         parts: Segments,
-        order: np.ndarray | None,
         slots: np.ndarray,
         fresh: Mapping[int, int],
         gone: Mapping[int, np.ndarray],
@@ -194,15 +177,12 @@ class OpenSteps:
 
         Args:
             parts: its segments.
-            order: int64 ``[N]``, the steps in the order of the segments; None if already in order.
             slots: int64 ``[S]``, slot of each segment.
             fresh: first segment of each new episode, by slot.
             gone: rows of each closed episode, by slot.
         """
         self.batches += 1
         first, last = parts.starts, parts.stops - 1
-        if order is not None:
-            first, last = order[first], order[last]
         number = int(parts.stops[-1])
         for slot, i in fresh.items():
             self.first[slot], self.length[slot] = first[i] + self.tail, 0
@@ -219,8 +199,6 @@ class OpenSteps:
                 self._free_slot(slot)
         if fresh:
             self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
-        ended = np.flatnonzero(~self.is_open[slots]).tolist() if gone else []
-        self._recent = (parts.ids.copy(), slots, ended)  # The ids may be the user's own memory.
         self._shrink()
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
@@ -232,8 +210,8 @@ class OpenSteps:
         self.put(steps, schema)
         (slot,) = self.new_slots(1)
         whole = Segments(np.array([key]), np.array([0]), np.array([steps.length]))
-        self.assign(whole, None, np.array([slot]))
-        self.accept(whole, None, np.array([slot]), {slot: 0}, {})
+        self.assign(whole, np.array([slot]))
+        self.accept(whole, np.array([slot]), {slot: 0}, {})
         del self.slots[self.labels[slot]]
         self.labels[slot], self.slots[label] = label, slot
 
@@ -243,7 +221,6 @@ class OpenSteps:
         with interrupts_deferred():
             self._release(rows)
             self._free_slot(slot)
-            self._recent = (_NO_ROWS, _NO_ROWS, [])
             self._shrink()
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -255,9 +232,7 @@ class OpenSteps:
             self._free = [slot for slot in self._free if slot not in taken]
         for slot, key in episodes:
             self.ids[slot], self.is_open[slot] = key, True
-            if key in self.newest:
-                self.several.setdefault(key, [self.newest[key]]).append(slot)
-            self.newest[key] = slot
+            self.by_id.setdefault(key, []).append(slot)
             label = _new_label(key, self.slots)
             self.labels[slot], self.slots[label] = label, slot
 
@@ -275,14 +250,9 @@ class OpenSteps:
         self._free.append(slot)
         self.is_open[slot] = False
         key = int(self.ids[slot])
-        if key not in self.several:
-            del self.newest[key]
-            return
-        left = self.several[key]
-        left.remove(slot)
-        self.newest[key] = left[-1]
-        if len(left) == 1:
-            del self.several[key]
+        self.by_id[key].remove(slot)
+        if not self.by_id[key]:
+            del self.by_id[key]
 
     def _shrink(self) -> None:
         """Return memory that the open steps do not need."""
@@ -378,11 +348,9 @@ class _Tensors:
         taken = torch.from_numpy(_rows_at(self._array, rows))
         return taken if taken.dtype == self.held.dtype else taken.view(self.held.dtype)
 
-    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
+    def bits_at(self, rows: np.ndarray) -> Bits:
         """Bits in ``rows``: integers ``[n, w]``."""
-        if self._bits is None:
-            return bits_at(self.held, rows)
-        return self._bits[rows] if isinstance(rows, slice) else _rows_at(self._bits, rows)
+        return bits_at(self.held, rows) if self._bits is None else _rows_at(self._bits, rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Tensors:
         """Copy ``rows`` into a column with room for ``size``."""
@@ -417,8 +385,8 @@ class _Items:
         column: Column = self.kind([self.items[row] for row in rows.tolist()])
         return column
 
-    def bits_at(self, rows: np.ndarray | slice) -> np.ndarray | None:
-        """Bits in ``rows``: integers ``[n, w]``; None if shapes or dtypes vary."""
+    def bits_at(self, rows: np.ndarray) -> Bits:
+        """Bits in ``rows``: one array a step."""
         return bits_at(self.kind(self.items), rows)
 
     def laid_out(self, rows: np.ndarray, size: int) -> _Items:

@@ -89,15 +89,14 @@ class EndFlags:
         return [key for key in found if stacked(steps.columns[key]) is not None]
 
 
-def begins(steps: Steps) -> np.ndarray | None:
-    """Return which steps have a true ``"is_init"``: bool ``[N]``; None if none has."""
+def begins(steps: Steps) -> np.ndarray:
+    """Return which steps have a true ``"is_init"``: bool ``[N]``."""
     column = steps.columns.get(INIT)
     flag = None if column is None else stacked(column)
     if flag is None or flag.shape[0] != steps.length or not flag.numel():
-        return None
-    values = _array(flag, steps.length)
-    found = values[:, 0] if values.shape[1] == 1 else np.any(values, 1)
-    return found if found.any() else None
+        return np.zeros(steps.length, dtype=bool)
+    found: np.ndarray = np.any(_array(flag, steps.length), axis=1)
+    return found
 
 
 def not_padding(steps: Steps) -> np.ndarray | None:

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 
 from torchrl_mt.checks import check_positive_integer
-from torchrl_mt.data._store.files.manifest import HASHES, HashedFiles, write_manifest
 from torchrl_mt.data._store.files.versions import (
     RUN,
-    delete_unfinished,
     newest,
     newest_whole,
     number_of,
@@ -35,7 +33,6 @@ from torchrl_mt.data._store.plain import is_plain, load_plainly, save_plainly, t
 from torchrl_mt.datasets.runs.run_parts import (
     check_state,
     check_trust,
-    class_of,
     kinds_of,
     load_parts,
     random_states,
@@ -152,11 +149,9 @@ class RunCheckpoint:
             for part in parts.values():
                 if hasattr(part, "hold_deliveries"):
                     held.enter_context(part.hold_deliveries())
-            delete_unfinished(self.folder)
             while self._damaged:
                 shutil.rmtree(self._damaged.pop(), ignore_errors=True)
-            classes = {name: cls for name, part in parts.items() if (cls := class_of(part))}
-            record = {"step": step, "saved_by": self._id, "parts": kinds, "classes": classes}
+            record = {"step": step, "saved_by": self._id, "parts": kinds}
             save_version(self.folder, lambda new: _write(new, record, parts), keep=self.keep)
 
     def restore(self, /, *, trust: bool = False, **parts: Any) -> int | None:
@@ -183,9 +178,8 @@ class RunCheckpoint:
 
         Raises:
             TypeError: if a part is none of what the class lists.
-            ValueError: if a part needs ``trust``, was not saved, is of another kind, or an optimizer, a scheduler or a
-                random generator of another class, a model has other entries or shapes, an optimizer
-                other parameters, or a collector other data: nothing has changed. If a part refuses its
+            ValueError: if a part needs ``trust``, was not saved or is of another kind, a model has other
+                entries or shapes, or a collector other data: nothing has changed. If a part refuses its
                 state later: the message says which, and what was loaded before. If the folder has
                 checkpoints and all of them are damaged.
         """
@@ -203,7 +197,6 @@ class RunCheckpoint:
                 return None
             record = _read_record(found)
             _check_names(kinds, record, found)
-            _check_classes(parts, record)
             with trusting(trust):
                 states, of_generators = _read_states(found, kinds)
             for name, part in parts.items():
@@ -260,10 +253,8 @@ def _write(folder: Path, record: dict[str, Any], parts: Mapping[str, Any]) -> No
             raise RuntimeError(
                 f"part {name!r} ({type(part).__name__}) cannot be saved: {error}"
             ) from error
-    files = HashedFiles(folder)
-    with files.create(_STATES) as file:
+    with open(folder / _STATES, "wb") as file:
         save_plainly(states, file)
-    write_manifest(folder / HASHES, files.sizes_and_hashes)
     (folder / RUN).write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -305,19 +296,6 @@ def _check_names(kinds: Mapping[str, str], record: Mapping[str, Any], folder: Pa
             record["step"],
             folder,
         )
-
-
-def _check_classes(parts: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Refuse optimizers and schedulers of another class, whose states would be taken as they are."""
-    if (saved := record.get("classes")) is None:  # Earlier releases did not save it.
-        return
-    for name, part in parts.items():
-        if (cls := class_of(part)) != saved.get(name):
-            raise ValueError(
-                f"part {name!r} must be what it was saved from, "
-                f"{saved.get(name, 'no optimizer or scheduler')}, got {type(part).__name__}: give the "
-                "same parts as to save()."
-            )
 
 
 def _read_states(folder: Path, kinds: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data.checkpoint import batches_saved_plainly, check_pickles
@@ -29,7 +28,6 @@ __all__ = [
     "Kind",
     "check_state",
     "check_trust",
-    "class_of",
     "kinds_of",
     "load_parts",
     "random_states",
@@ -121,15 +119,6 @@ def _load_state(part: Any, state: Any) -> None:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-_LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "square_avg", "sum")
-"""Entries of optimizers' states that have the parameter's shape in each optimizer of PyTorch that has them."""
-
-
-def class_of(part: Any) -> str | None:
-    """Return the class of an optimizer or scheduler, None for other parts."""
-    return type(part).__name__ if isinstance(part, (Optimizer, LRScheduler)) else None
-
-
 def check_state(name: str, part: Any, state: Any) -> None:
     """Refuse a state that does not fit its part; ``load_state_dict`` loads the rest before it does."""
     if hasattr(part, "check_state_dict"):
@@ -139,12 +128,11 @@ def check_state(name: str, part: Any, state: Any) -> None:
             raise ValueError(f"part {name!r} cannot be restored: {error}") from error
     if isinstance(part, nn.Module) and isinstance(state, dict):
         _check_module(name, part, state)
-    elif isinstance(part, Optimizer) and isinstance(state, dict) and "param_groups" in state:
-        _check_optimizer(name, part, state)
-    elif isinstance(part, (torch.Generator, np.random.Generator, random.Random)):
-        _check_same(name, _generator(state), _generator(state_of(part)))
-    elif isinstance(part, (dict, list)) and not hasattr(part, "load_state_dict"):
-        _check_same(name, *("list" if isinstance(x, list) else "dict" for x in (state, part)))
+    elif not hasattr(part, "load_state_dict") and isinstance(part, list) != isinstance(state, list):
+        raise ValueError(
+            f"part {name!r} must be what it was saved from, a {type(state).__name__}, got a "
+            f"{type(part).__name__}: give the same parts as to save()."
+        )
 
 
 def check_trust(name: str, part: Any, trust: bool) -> None:
@@ -155,21 +143,6 @@ def check_trust(name: str, part: Any, trust: bool) -> None:
             f"part {name!r} ({type(part).__name__}) reads its files by itself, which may run code: "
             "give trust=True if you trust whoever wrote them."
         )
-
-
-def _check_same(name: str, saved: str, given: str) -> None:
-    if saved != given:
-        raise ValueError(
-            f"part {name!r} must be what it was saved from, a {saved}, got a {given}: give the same "
-            "parts as to save()."
-        )
-
-
-def _generator(state: Any) -> str:
-    """Describe a random generator by its state, whose size tells a ``torch.Generator``'s device."""
-    if isinstance(state, Tensor):
-        return f"torch.Generator with {state.numel()} bytes of state"
-    return f"numpy {state['bit_generator']}" if isinstance(state, dict) else "random.Random"
 
 
 def _check_module(name: str, part: nn.Module, state: Mapping[str, Any]) -> None:
@@ -199,32 +172,6 @@ def _listed(keys: Iterable[str]) -> str:
     """List the first keys; there may be thousands."""
     names = sorted(keys) or ["nothing"]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _check_optimizer(name: str, part: Optimizer, state: Mapping[str, Any]) -> None:
-    """Refuse an optimizer of other parameters."""
-    saved, own = (
-        [len(group["params"]) for group in groups]
-        for groups in (state["param_groups"], part.param_groups)
-    )
-    if saved != own:
-        raise ValueError(
-            f"part {name!r} must have as many parameters in each group as were saved, {saved}, got "
-            f"{own}; make the optimizer of the saved run."
-        )
-    if not type(part).__module__.startswith("torch.optim."):  # Others may keep a projection.
-        return
-    numbers = (number for group in state["param_groups"] for number in group["params"])
-    parameters = (parameter for group in part.param_groups for parameter in group["params"])
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in state["state"].get(number, {}).items():
-            like = key in _LIKE_PARAMETER and isinstance(value, Tensor)
-            if like and value.shape != parameter.shape:
-                raise ValueError(
-                    f"part {name!r} must have the parameters that were saved: number {number} must "
-                    f"be {tuple(value.shape)}, got {tuple(parameter.shape)}; make the optimizer of "
-                    "the saved run."
-                )
 
 
 def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.files.manifest import CHUNK, damaged, hashing
-from torchrl_mt.data._store.plain import dtype_from, items_from, plain_dtype
+from torchrl_mt.data._store.plain import dtype_from, plain_dtype
 from torchrl_mt.data._store.steps import own
 
 __all__ = ["Form", "Part", "SavedColumn", "SavedFile", "write_part"]
@@ -61,10 +61,8 @@ class Form:
         return {"file": self.file, "shape": self.shape, "dtype": plain_dtype(self.dtype)}
 
     @staticmethod
-    def of(saved: Any) -> Form:
-        """Return the form that :meth:`plain` converted; release 0.1.0 saved it as it is."""
-        if isinstance(saved, Form):
-            return saved
+    def of(saved: dict[str, Any]) -> Form:
+        """Return the form that :meth:`plain` converted."""
         return Form(saved["file"], tuple(saved["shape"]), dtype_from(saved["dtype"]))
 
 
@@ -164,7 +162,7 @@ class SavedColumn:
 
     def objects(self, name: str, rows: range) -> list[object]:
         """Load Python objects; tensors among them are copied."""
-        items = items_from(self._parts[name])
+        items: list[Any] = self._parts[name]
         _check_rows(name, rows, len(items))
         return [own(item, self._device) for item in items[rows.start :]]
 

@@ -15,7 +15,7 @@ from torchrl_mt.data._store.files.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchrl_mt.data._store.plain import items_from, load_plainly, save_plainly
+from torchrl_mt.data._store.plain import load_plainly, save_plainly
 from torchrl_mt.data._store.steps import Objects
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class StoreFiles:
 
     def _saved(self, part: Any) -> SavedFile | list[Any]:
         """Find the file of a part; objects are returned as they are."""
-        if isinstance(part, (list, Objects)):
-            return items_from(part)
+        if isinstance(part, list):
+            return part
         form = Form.of(part)
         return SavedFile(self._folder / form.file, form.shape, form.dtype, self._hash(form.file))
 

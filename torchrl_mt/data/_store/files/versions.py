@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +28,6 @@ from torchrl_mt.paths import inside
 
 __all__ = [
     "RUN",
-    "delete_unfinished",
     "has_run",
     "is_part",
     "newest",
@@ -48,16 +45,14 @@ _FILES = "checkpoint.json"
 """The manifest of a version."""
 _VERSION = re.compile(r"checkpoint-([0-9]+)")
 _UNFINISHED = re.compile(r"checkpoint-[0-9a-f]{32}\.tmp")
-_ABANDONED = 3600.0
-"""Seconds without a write after which an unfinished version counts as abandoned."""
 
 
 def save_version(path: Path, write: Callable[[Path], None], *, keep: int = 1) -> None:
     """Save a new version in the folder ``path``.
 
-    Several processes and threads may save and read at once. A save deletes older versions, and
-    unfinished ones in which nothing was written for an hour: those of killed writers. Within a version
-    that is being written (:func:`is_part`), ``path`` gets the files themselves.
+    One process saves to a folder at a time; any number may read. A save first deletes what a killed one
+    left, and at the end older versions. Within a version that is being written (:func:`is_part`),
+    ``path`` gets the files themselves.
 
     Args:
         path: the folder; created if it does not exist.
@@ -79,12 +74,15 @@ def save_version(path: Path, write: Callable[[Path], None], *, keep: int = 1) ->
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
         _flush(path.parent)
+    for each in filter(_is_unfinished, [*path.iterdir()]):
+        shutil.rmtree(each, ignore_errors=True)
     new = path / f"checkpoint-{uuid.uuid4().hex}.tmp"
+    number = max(_numbers(path), default=0) + 1
     try:
         new.mkdir()
         write(new)
         _finish(new)
-        number = _publish(new)
+        os.rename(new, path / f"checkpoint-{number}")
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -168,13 +166,6 @@ def is_part(path: Path) -> bool:
     return any(map(_is_unfinished, path.parents))
 
 
-def delete_unfinished(path: Path) -> None:
-    """Delete all unfinished versions in a folder, also those that somebody is still writing."""
-    for each in path.iterdir() if path.is_dir() else ():
-        if _is_unfinished(each):
-            shutil.rmtree(each, ignore_errors=True)
-
-
 def _is_unfinished(folder: Path) -> bool:
     """Whether a folder is a version that is being written."""
     return _UNFINISHED.fullmatch(folder.name) is not None
@@ -223,31 +214,14 @@ def _check(folder: Path, verify: bool, hashed: bool = False) -> None:
             check_hash(file, digest)
 
 
-def _publish(new: Path) -> int:
-    """Rename a finished version to the next free number; return the number."""
-    while True:
-        number = max(_numbers(new.parent), default=0) + 1
-        place = new.with_name(f"checkpoint-{number}")
-        try:
-            os.rename(new, place)
-        except OSError:
-            if not place.exists():  # Otherwise another writer took the number.
-                raise
-        else:
-            return number
-
-
 def _delete_old(path: Path, number: int, keep: int) -> None:
-    """Delete the versions below the new one, except the last whole ones, and abandoned ones."""
+    """Delete the versions below the new one, except the last whole ones."""
     for each in _newest_first(path):
         if number_of(each) < number:
             if keep > 1 and _is_complete(each):
                 keep -= 1
             else:
                 shutil.rmtree(each, ignore_errors=True)
-    for each in path.iterdir():
-        if _is_unfinished(each) and _is_abandoned(each):
-            shutil.rmtree(each, ignore_errors=True)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -257,15 +231,6 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Whether nothing in a folder was written for an hour."""
-    since = time.time() - _ABANDONED
-    try:
-        return all(each.stat().st_mtime < since for each in chain([folder], folder.rglob("*")))
-    except OSError:  # Its writer has just renamed it.
-        return False
 
 
 def _flush(path: Path) -> None:

@@ -1,12 +1,4 @@
-"""States saved by release 0.1.0, when they held classes of the package: later ones load them.
-
-``python -m tests.data.earlier FILE`` saves the same contents in a zip file with the code as it is.
-"""
-
-import shutil
-import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
+"""A buffer with every kind of entry, an open episode and priorities; and curricula."""
 
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -15,9 +7,7 @@ from torchrl.data import TensorDictReplayBuffer
 from tests.buffers import buffer_of
 from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
 from torchrl_mt.data import PrioritizedClipSampler
-from torchrl_mt.datasets import RunCheckpoint
 
-STATES = Path(__file__).with_name("earlier_states.zip")
 PRIORITIES = torch.tensor([2.0, 1.0, 4.0, 1.0, 6.0, 1.0, 7.0])
 
 
@@ -63,24 +53,3 @@ def curricula():
         "success": SuccessRateCurriculum(range(5), seed=3),
         "weighted": WeightedCurriculum(range(5), [1.0, 2.0, 3.0, 0.0, 1.0], seed=3),
     }
-
-
-def save(folder):
-    """Save everything to a folder."""
-    rb = filled()
-    rb.dumps(folder / "buffer")
-    torch.save(rb.state_dict(), folder / "buffer.pt")
-    states = {}
-    for name, curriculum in curricula().items():
-        for _ in range(3):
-            curriculum.report(curriculum.next(), [turns(2, 1)])
-        states[name] = curriculum.state_dict()
-    torch.save(states, folder / "curricula.pt")
-    checkpoint = RunCheckpoint(folder / "run")
-    checkpoint.save(7, buffer=rb, **curricula())
-
-
-if __name__ == "__main__":
-    with TemporaryDirectory() as folder:
-        save(Path(folder))
-        shutil.make_archive(sys.argv[1].removesuffix(".zip"), "zip", folder)
