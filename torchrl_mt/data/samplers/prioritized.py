@@ -56,8 +56,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         eps: added to every priority.
         dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``: prefer the latter for
             millions of steps, as single precision is too coarse for their sum.
-        reduction: how to reduce the priorities of a clip's steps to one: ``"max"``, ``"min"``,
-            ``"mean"`` or ``"median"``.
+        reduction: of a clip's priorities to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         slice_len: this and ``num_slices``, ``stride``, ``strict_length``, ``pad_output``, ``burn_in``,
             ``layout``, ``truncated_key`` and ``init_key`` are as for
             :class:`~torchrl_mt.data.ClipSampler`.
@@ -65,8 +64,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             of the largest ever.
 
     Raises:
-        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given.
-        ValueError: if an argument is out of range or does not fit another.
+        TypeError, ValueError: as for :class:`~torchrl_mt.data.ClipSampler`.
 
     Examples:
         >>> from tensordict import TensorDict
