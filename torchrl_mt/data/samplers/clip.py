@@ -34,8 +34,8 @@ class ClipSampler(SavesState, Sampler):
     """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
 
     ``batch_size`` counts steps. The last step of each clip is marked as truncated and done, and the
-    first one as ``is_init`` if the data has that entry. Drawing takes as long, however many steps are
-    stored.
+    first one as ``is_init`` if the data has that entry. Drawing takes the same time, however many steps
+    are stored.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
