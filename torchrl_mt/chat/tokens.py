@@ -68,53 +68,41 @@ class ChatTokens:
     """Converts the messages of growing conversations to tokens.
 
     A template is prefix-stable if it never rewrites earlier messages; this is tested once, on short
-    dialogues. Names of special tokens in messages, tools or documents (``"<|im_end|>"`` in a user's
-    text) are encoded as ordinary text, so no message can end its turn, begin another or show an image.
-
-    With a processor, contents may have images, ``{"type": "image", "image": ...}`` in the forms that
-    :meth:`torchrl_mt.vision.StoredImage.of` takes. Prompts then have one placeholder for each token of
-    an image, as the processor itself writes them.
+    dialogues. Names of special tokens in messages, tools or documents are encoded as ordinary text, so
+    no message can end its turn, begin another or show an image. See :doc:`/chat_templates`.
 
     Args:
         tokenizer: a tokenizer with a chat template and an end-of-turn token (``eos_token``).
         on_break: what :meth:`follow` does if the template is not prefix-stable. ``"fork"`` renders a
             dialogue again if the template rewrites it; ``"append"`` never does, so the model keeps
             seeing earlier turns exactly as they were.
-        template: ``"original"`` is the tokenizer's own. ``"training"`` is made from it: it renders the
-            same opening but keeps the thoughts of earlier turns. See :attr:`source`.
-        template_kwargs: further arguments of ``tokenizer.apply_chat_template`` for every rendering:
-            ``tools`` (JSON schemas or functions), ``documents``, and variables of the template such as
-            ``enable_thinking``. Variables that the template does not read change nothing.
+        template: ``"original"`` is the tokenizer's own. ``"training"`` is made from it and keeps the
+            thoughts of earlier turns. See :attr:`source`.
+        template_kwargs: further arguments of ``tokenizer.apply_chat_template`` for every rendering, of
+            plain data: ``tools`` (JSON schemas or functions), ``documents``, and variables of the
+            template such as ``enable_thinking``. Variables that the template does not read change
+            nothing.
         parse: parses the text of a response, special tokens included, into a
             :class:`~torchrl_mt.chat.replies.ParsedReply`. If ``None``, the tokenizer's response template
             or the model family's notation is used.
-        processor: the processor of a model that takes images, whose chat template is used then;
-            ``None`` for text alone.
+        processor: the processor of a model that takes images, whose chat template is used then. Prompts
+            have one placeholder for each token of an image (:doc:`/images`).
 
     Attributes:
         breaks: an example of how the template rewrites a dialogue; ``None`` if it is prefix-stable.
 
     Raises:
-        TypeError: if ``template_kwargs`` is not a mapping of plain data (text, numbers, booleans,
-            ``None``, mappings and lists of them; functions as ``tools``), or the processor is of no
-            supported family.
-        ValueError: if the tokenizer has no chat template or no ``eos_token``, or is not the
-            processor's, its template does not
-            write the assistant's content, ``on_break`` or ``template`` is unknown, there is no training
-            template for it, or ``template_kwargs`` has an argument of rendering itself (``tokenize``,
-            ``add_generation_prompt``...).
+        TypeError: if ``template_kwargs`` are not plain data, or the processor is of no supported family.
+        ValueError: if the tokenizer has no chat template or no ``eos_token``, or is not the processor's,
+            its template leaves out what the assistant says, there is no training template, or an
+            argument is unknown or one of rendering itself (``tokenize``...).
 
     Examples:
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
         >>> tokenizer = tiny_chat_tokenizer("guess higher 8")
         >>> chat = ChatTokens(tokenizer)
-        >>> dialogue = [{"role": "user", "content": "guess"}]
-        >>> prompt, answer = chat.open(dialogue), tokenizer("8<end>")["input_ids"]
-        >>> dialogue.append(chat.read(answer, prompt_ids=prompt).in_dialogue)
-        >>> hint = [{"role": "user", "content": "higher"}]
-        >>> longer = chat.next_prompt(dialogue, hint, prompt, answer, last_token=answer[-1])
-        >>> tokenizer.decode(longer)
-        '<user> guess <end> <assistant> 8 <end> <user> higher <end> <assistant>'
+        >>> tokenizer.decode(chat.open([{"role": "user", "content": "guess"}]))
+        '<user> guess <end> <assistant>'
         >>> chat.stable
         True
     """

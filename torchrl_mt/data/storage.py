@@ -65,54 +65,34 @@ class EpisodeStorage(LazyStackStorage):
 
     Use it with :class:`~torchrl_mt.data.EpisodeWriter`. ``len(storage)`` counts steps, and index ``i``
     is the ``i``-th oldest step. The writer and the samplers give out handles as ``"index"``: integers
-    from ``HANDLES`` on that stay with a step; see :meth:`get`. When a new episode does not fit, just
-    enough of the oldest episodes are evicted. If a write evicts episodes of its own, a warning says so
-    once. The first episode fixes the keys, shapes per step and dtypes.
+    from ``HANDLES`` on that stay with a step; see :meth:`get`.
 
-    Entries are read as they were written:
-
-    - A ``("next", k)`` that equals ``k`` one step later shares its rows: an episode takes ``T + 1``
-      rows instead of ``2 T``. From the first episode on in which the two differ, all have rows of their
-      own for it.
-    - Tensors whose shape varies from step to step come in lazy stacks and are read as such.
-    - Sub-TensorDicts are read with the batch size of the steps, and empty ones are dropped.
-    - Tensorclasses below the root and tensors among Python objects are copied. Other objects, such as
-      a dict with tensors, are kept by reference: changing one changes what is stored.
-    - Of a turn's ``("tokens", "prompt")``, only the tokens that do not repeat an earlier turn (its
-      prompt and ``("tokens", "response")``) are stored. Read together, the prompts of an episode are
-      views of one tensor: clone one to change it in place.
-
-    A ``ReplayBuffer`` on this storage is saved and loaded whole or not at all: if the process dies in
-    ``dumps``, the earlier checkpoint remains.
+    When a new episode does not fit, just enough of the oldest episodes are evicted. The first episode
+    fixes the keys, shapes per step and dtypes. Entries are read as they were written; :doc:`/replay`
+    says how each is stored. A ``ReplayBuffer`` on this storage is saved and loaded whole or not at all
+    (:doc:`/checkpoints`).
 
     Args:
         max_steps: the budget, in steps.
         device: device of the stored tensors.
-        scratch_dir: folder for memory-mapped files that hold the tensors; None keeps them in the
-            device's memory. The files have no name: the folder looks empty, and the disk space is
-            freed with the storage, or with the process, however it ends. To keep the data, use the
-            buffer's ``dumps``.
-        max_tokens: a second budget, in tokens: the stored elements of the entries under ``"tokens"``
-            (of a prompt only what it adds), or, without such entries, of the largest entry whose shape
+        scratch_dir: folder for memory-mapped files that hold the tensors; ``None`` keeps them in the
+            device's memory. The files have no name and end with the storage. Keep data with ``dumps``.
+        max_tokens: a second budget, in tokens: the stored elements of the entries under ``"tokens"`` (of
+            a prompt only what it adds), or, without such entries, of the largest entry whose shape
             varies from step to step.
         max_episodes: a third budget, in episodes; ``max_steps`` must be large enough for them.
-        share_next: whether ``("next", k)`` may share the rows of ``k``.
+        share_next: whether a ``("next", k)`` that equals ``k`` one step later may share its rows, so
+            that an episode takes ``T + 1`` rows instead of ``2 T``.
 
     Raises:
-        ValueError: if a budget is not a positive integer, or ``scratch_dir`` is used with another
-            device than the CPU.
+        ValueError: if a budget is not a positive integer, or ``scratch_dir`` is used with another device
+            than the CPU.
 
     Examples:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import ReplayBuffer
-        >>> from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-        >>> rb = ReplayBuffer(
-        ...     storage=EpisodeStorage(100),
-        ...     writer=EpisodeWriter(),
-        ...     sampler=ClipSampler(slice_len=2),
-        ...     batch_size=4,
-        ... )
+        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+        >>> rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(), batch_size=4)
         >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
         >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
         >>> index = rb.extend(two_episodes)
@@ -120,8 +100,6 @@ class EpisodeStorage(LazyStackStorage):
         tensor([3, 2])
         >>> rb[index[3:]]["action"], rb[-1]["action"]
         (tensor([3, 4]), tensor(4))
-        >>> rb.sample().batch_size
-        torch.Size([4])
     """
 
     __signature__ = ConstructorSignature()

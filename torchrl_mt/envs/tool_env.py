@@ -26,72 +26,44 @@ _MOST_AT_ONCE = 32
 class ToolEnv(TextEnv):
     """An environment of tools: it answers the model's calls, and rewards the whole dialogue.
 
-    The episode's data has the opening messages as ``data["messages"]``. The chat template is given the
-    tools' schemas as ``tools``. Every call in a response is answered by a message of role ``"tool"``, in
-    the order of the calls. They begin in this order, and at most 32 of a response run at the same time.
-    A response without a call ends the episode, and ``reward`` judges it. An episode that ends otherwise,
-    by a limit of the collector, has reward 0.
-
-    The result of a call is text as it is, or else JSON. For models that take images (``processor=`` of
-    the collector), it may be an image or a list of texts and images: PIL images,
-    :class:`~torchrl_mt.vision.StoredImage` or ``{"type": "image", "image": ...}``.
-
-    A call without a result is answered with ``"error: "`` and the reason: an unknown tool, missing,
-    unknown or mistyped arguments, an exception, a result that JSON cannot hold, time that ran out, or
-    too many calls. ``SystemExit`` and ``KeyboardInterrupt`` in a tool reject the episode, as do all
-    errors of ``reward``.
-
-    ``info`` has the numbers of ``calls`` and of ``errors`` in the episode so far.
-
-    A copy shares the tools and sessions. To give each episode a state of its own, make a subclass whose
-    methods are the tools and whose ``reset`` begins the state: methods of a copy are called on the copy.
-    Calls of a response that change a state are safe in ``async`` methods, between one ``await`` and the
-    next.
+    The episode's data has the opening messages as ``data["messages"]``. Every call in a response is
+    answered by a message of role ``"tool"``: with the result, as text, JSON or images, or with ``"error:
+    "`` and the reason. A response without a call ends the episode, and ``reward`` judges it. An episode
+    that a limit of the collector ends has reward 0. A copy shares the tools: for a state of each
+    episode, let methods of a subclass be the tools (:doc:`/environments`). ``info`` has the numbers of
+    ``calls`` and ``errors``.
 
     Args:
-        tools: functions, each plain or ``async``, with type hints and a docstring in Google's style, of
-            which ``transformers.utils.get_json_schema`` makes a schema;
-            :class:`~torchrl_mt.envs.Tool`, with a schema or a time limit of its own; open sessions with
-            MCP servers, all of whose tools may be called; or :class:`~torchrl_mt.envs.MCPTools`, which
-            opens a session for each episode. Plain functions run in threads, several at a time.
-        reward: called with all messages of the dialogue and the data; returns the reward. Plain (run
-            in a thread) or ``async``.
+        tools: functions, each plain (run in threads) or ``async``, with type hints and a docstring in
+            Google's style; :class:`~torchrl_mt.envs.Tool`, with a schema or a time limit of its own;
+            open sessions with MCP servers; or :class:`~torchrl_mt.envs.MCPTools`, which opens a session
+            for each episode.
+        reward: called with all messages of the dialogue and the data; returns the reward. Plain (run in
+            a thread) or ``async``.
         max_calls: maximum number of calls in an episode; any number if ``None``. Calls beyond it are
-            answered with an error. A response that calls on after that ends the episode, and ``reward``
-            judges it.
-        tool_timeout: maximum seconds of a call; unlimited if ``None``. The ``tool_timeout`` of
+            answered with an error, and a response that calls on after that ends the episode.
+        tool_timeout: maximum seconds of a call; unlimited if ``None``. (The one of
             :class:`~torchrl_mt.collectors.Limits` is for all that a response brings about, and rejects
-            the episode.
-        parser: called with the whole text of a response, at once and in the event loop. It returns a
-            :class:`~torchrl_mt.chat.ParsedReply`, or a list of calls ``{"name": ..., "arguments":
-            {...}}``, empty for a response that ends the episode. Its ``ValueError`` is told to the model
-            in a user's message. ``None`` parses by the notation of the model's family.
+            the episode.)
+        parser: called with the whole text of a response; returns a :class:`~torchrl_mt.chat.ParsedReply`
+            or a list of calls. ``None`` parses by the notation of the model's family.
 
     Raises:
         TypeError: if ``tools`` is not a list of these, or ``reward`` or ``parser`` is not callable.
-        ValueError: if no schema can be made from a function, two tools have the same name, ``max_calls``
-            is negative, or ``tool_timeout`` is not positive.
+        ValueError: if a function has no schema, two tools have one name, or a number is out of range.
         RuntimeError: if an open session is given outside of an event loop.
 
     Examples:
-        >>> def add(a: int, b: int) -> int:
-        ...     '''Add two numbers.
+        >>> def double(number: int) -> int:
+        ...     '''Double a number.
         ...
         ...     Args:
-        ...         a: the first.
-        ...         b: the second.
+        ...         number: the number.
         ...     '''
-        ...     return a + b
-        >>> env = ToolEnv([add], reward=lambda messages, data: messages[-1]["content"] == data["sum"])
-        >>> call = {"id": "1", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
-        >>> async def play():
-        ...     await env.reset({"messages": [{"role": "user", "content": "3 + 4?"}], "sum": "7"})
-        ...     step = await env.step("", {"role": "assistant", "content": "", "tool_calls": [call]})
-        ...     print(step.messages)
-        ...     return await env.step("7")
-        >>> asyncio.run(play()).reward
-        [{'role': 'tool', 'tool_call_id': '1', 'name': 'add', 'content': '7'}]
-        True
+        ...     return 2 * number
+        >>> env = ToolEnv([double], reward=lambda messages, data: messages[-1]["content"] == data["is"])
+        >>> asyncio.run(env.reset({"messages": [{"role": "user", "content": "2 * 4?"}], "is": "8"}))
+        [{'role': 'user', 'content': '2 * 4?'}]
     """
 
     def __init__(

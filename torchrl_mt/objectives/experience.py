@@ -73,54 +73,44 @@ _SAMPLER_FAULT = (
 class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
-    Rows with the same ``"episode"`` and, where present, the same ``"episode_index"`` are one episode;
-    the index tells apart copies within one :class:`~torchrl_mt.transforms.MergeTurns` call. Nothing is
-    bootstrapped: a truncated episode counts like a terminated one. ``"returns"`` is each turn's
-    return-to-go over its whole episode, with ``gamma`` per turn; with a ``"gae"`` kind it is the
-    critic's target. Complete rows once: weights that an earlier maker wrote change the loss.
-
-    Rows whose ``"valid"`` ``[N]`` bool is false are rejected. They go to no reward source, enter no
-    statistic, and get reward and advantage 0; :class:`MultiTurnLoss` leaves them out. Rows with images,
-    prepared by ``VisionInputs``, need vision-language models of one family.
+    Call it once with whole groups, before rows are split. ``"returns"`` is each turn's return-to-go over
+    its whole episode, with ``gamma`` per turn; with a ``"gae"`` kind it is the critic's target. Nothing
+    is bootstrapped: a truncated episode counts like a terminated one. Complete rows once: weights that
+    an earlier maker wrote change the loss. :doc:`/data_format` lists what is read and written,
+    :doc:`/learning` the advantages, rewards and metrics.
 
     No gradient flows. The models' modes are restored, and so is the random state unless other threads
-    run. After a call, ``metrics`` holds numbers about the rewards, the KL and its coefficient, the
-    entropy, the groups and the sampled tokens.
+    run. After a call, ``metrics`` holds numbers about the rewards, the KL, the groups and the sampled
+    tokens.
 
     Args:
-        actor: A causal language model or a ``TransformersWrapper`` around one.
+        actor: A causal language model or a ``TransformersWrapper`` around one. Rows with images need
+            vision-language models of one family (:doc:`/images`).
         advantage: The kind of advantage by name, or :class:`~torchrl_mt.objectives.Advantage` with its
             settings; or a callable from the rows, which have all other outputs already, to ``[N, S]``.
         reward: One or more reward sources, by label if wanted, or a
             :class:`~torchrl_mt.objectives.RewardMix`. Default: the episodes' own rewards.
-        gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per
-            turn. ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
+        gamma: Discount in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, else per turn.
+            ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
         ref: The reference policy, of the same kinds as ``actor``; without it there is no KL. ``"base"``
             is the base model of the actor's PEFT adapters: the actor with its adapters off.
         critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
-        process: What does not count, or counts less: ``"dynamic_sampling"``, ``"clip_filter"`` or
-            ``"top_entropy"`` (:mod:`~torchrl_mt.objectives.filters`), functions from rows to rows
-            (:mod:`~torchrl_mt.objectives.process`), or several. They are called after rewards and
-            models and before advantages. They may change the rewards ``("rewards", "shaped")``, reject
-            rows (``"valid"``), weight rows or tokens (``("weights", "full")``, which multiplies the
-            objective of :class:`MultiTurnLoss` and leaves its divisor alone), drop whole episodes and
-            add entries. The maker then returns new rows, and leaves those that it was given.
-        kl_coef: Subtract ``kl_coef`` times the KL from the reward of each sampled token; needs
-            ``ref``. At 0 the KL is only written. A TorchRL KL controller is updated with each batch's
-            mean KL per token, for the next batch. The coefficient of an ``AdaptiveKLController`` is
-            saved in ``state_dict()``; numbers and constant controllers are neither saved nor restored.
-        kl_kind: Estimator of ``"kl"``, from the old policy to the reference. As a reward, k1 is
-            unbiased, and so is its policy gradient
-            (http://joschu.net/blog/kl-approx.html; https://arxiv.org/abs/2203.02155, eq. 2).
+        process: What does not count, or counts less, after rewards and before advantages:
+            ``"dynamic_sampling"``, ``"clip_filter"`` or ``"top_entropy"``, functions from rows to rows
+            (:mod:`~torchrl_mt.objectives.process`), or several. The maker then returns new rows, and
+            leaves those that it was given.
+        kl_coef: Subtract ``kl_coef`` times the KL from the reward of each sampled token; needs ``ref``.
+            At 0 the KL is only written. A TorchRL controller is updated with each batch's mean KL per
+            token, for the next batch.
+        kl_kind: Estimator of ``"kl"``, from the old policy to the reference (:doc:`/credit`).
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")``; ``"actor"`` scores the rows again
             under the current actor.
         passes: How rows are cut into forward passes of all models, and the sampling temperature: rows
             with another ``("sampling", "temperature")`` ``[N]`` are refused. With ``with_entropy``, the
             actor's entropy at each sampled token is written as ``"entropy"``.
         process_group: The rows are those of this rank, perhaps none, and all ranks call together:
-            advantages, ``process``, metrics, a reward's ``transform`` and the KL controller see the
-            rows of all ranks, as in one process, without images and Python objects. Models and reward
-            sources still get this rank's alone. An episode's rows must be on one rank.
+            statistics are those of all ranks' rows (:ref:`several-ranks`). An episode's rows must be on
+            one rank.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.

@@ -104,86 +104,50 @@ class MultiTurnLoss(LossModule):
 
     Minimise the sum of the outputs ``"loss_objective"``, ``"loss_kl"`` (with ``kl_coef``),
     ``"loss_entropy"`` (with ``entropy_coef``) and ``"loss_critic"`` (with ``critic``). The others are
-    detached diagnostics over the sampled tokens: ``"trained_tokens"``, their number, which weights the
-    shards' means when averaging; ``"clip_fraction"``, the share of ratios outside the bounds, also
-    ``_low`` below and ``_high`` above them; ``"approx_kl"``, k3 from the old policy to the actor;
-    ``"ess"``, the effective share of the samples; ``"entropy"``; with ``kl_coef`` ``"kl_to_ref"``; with
-    ``correction`` ``"correction_ess"``, ``"correction_clip_fraction"`` and
-    ``"correction_mask_fraction"``; with ``critic`` ``"value_clip_fraction"`` and
-    ``"explained_variance"``.
-
-    ``objective="sft"`` imitates the trained tokens. Its rows need neither rewards, advantages nor
-    log-probabilities, so it takes no correction and has no diagnostics that compare policies.
-
-    These tokens are left out of everything, the divisor included: a row's first token, which nothing
-    predicts; rows whose ``"valid"`` ``[N]`` bool is false; and tokens that TorchRL's ``loss_mask_key``
-    masks: by default ``("collector", "mask")`` and ``"shifted_valid"`` where present, else the entry
-    that it names, ``[N]`` or ``[N, S]`` bool. ``("weights", "full")`` ``[N, S]``, where present,
-    multiplies each token's objective. Neither it nor a correction changes the divisor, the KL, the
-    entropy bonus or the value loss. Entries must be constants: one that carries a graph is refused.
+    detached diagnostics. :doc:`/learning` lists them, the objectives, corrections and aggregations, and
+    the rows and tokens that do not count. Entries of the rows must be constants: one that carries a
+    graph is refused.
 
     The models' parameters are shared, not copied. The models run in their current mode: keep an actor
     with dropout in evaluation mode, as the old log-probabilities were computed without dropout.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
-        objective: A name in :data:`~torchrl_mt.objectives.functional.OBJECTIVES` or a function of the
-            same signature (:data:`~torchrl_mt.objectives.functional.Objective`). Bind hyperparameters
-            with ``functools.partial``: ``partial(ppo, dual_clip=3.0)``. It is called for some rows at a
-            time (see ``passes``), so rows must not depend on each other. ``"decoupled_ppo"`` also reads
-            ``("log_probs", "full")`` and weights by the ratio to the sampler itself: combine it only
-            with corrections that do not, like ``"geometric"``.
+        objective: A name in :data:`~torchrl_mt.objectives.functional.OBJECTIVES`, such as ``"sft"``
+            (:ref:`supervised-starts`), or a function of the same signature
+            (:data:`~torchrl_mt.objectives.functional.Objective`). Bind hyperparameters with
+            ``functools.partial``: ``partial(ppo, dual_clip=3.0)``.
         aggregation: ``"token_mean"``, ``"seq_mean_token_mean"``, ``"seq_mean_token_sum"`` or
-            ``"prompt_mean"``, which reads ``"group"``
-            (:func:`~torchrl_mt.objectives.functional.aggregate`).
+            ``"prompt_mean"``, which reads ``"group"``.
         clip_epsilon: Largest distance of the importance ratio from 1, or ``(low, high)``. Default: the
-            objective's own (0.2 for PPO), or what ``functools.partial`` binds. GMPO bounds the
-            ratio's logarithm; SAPO and REINFORCE have no bounds.
+            objective's own (0.2 for PPO), or what ``functools.partial`` binds.
         correction: Off-policy weights for a sampler that differs from the old policy: a name in
-            :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature,
-            or several, whose weights multiply. It compares ``("log_probs", "full")`` with the actor's
-            own ``("log_probs", "old")`` (``ExperienceMaker(old_log_probs="actor")``); with the
-            sampler's in both, all weights are 1.
+            :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature, or
+            several, whose weights multiply. Needs ``ExperienceMaker(old_log_probs="actor")``.
         sequence: One sequence is a whole row, or a turn of a row by ``("turns", "full")``. For
             objectives and corrections of whole sequences.
-        kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``. ``None``
-            neither reads nor reports it. At 0 the reference is optional: ``"loss_kl"`` and
-            ``"kl_to_ref"`` are reported for rows that have it. A TorchRL controller's current
-            ``coef`` is used; update it yourself after a step:
-            ``controller.update([-controller.coef * kl])`` (TorchRL's takes the reward's KL term).
-        kl_kind: The estimator to minimise. k3 varies little and is never negative
-            (http://joschu.net/blog/kl-approx.html); GRPO uses it (https://arxiv.org/abs/2402.03300,
-            eq. 4). The gradient of k1 is 0 on average.
+        kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``: a number, or a
+            TorchRL controller, which you update after each step. ``None`` neither reads nor reports the
+            KL; 0 reports it for rows that have a reference.
+        kl_kind: The estimator to minimise (:doc:`/credit`). The gradient of k1 is 0 on average.
         entropy_coef: Weight of the entropy bonus.
         critic: A value network, called like the actor, or :class:`~torchrl_mt.objectives.ValueLoss`. Its
             output, or the output's ``logits``, has one value per token, ``[N, L]`` or ``[N, L, 1]``. Its
             loss reads ``"returns"``.
-        freeze_vision: Do not train the vision towers of actor and critic: set ``requires_grad`` of their
-            parameters to false, here and for good. Of Qwen's models it is all of ``visual``, of LLaVA
-            ``vision_tower`` without the projector. By default nothing is set.
-        passes: How rows are cut into forward passes, and the sampling temperature: rows with another
-            ``("sampling", "temperature")`` ``[N]`` are refused. The gradient of each pass but a single
-            one is computed at once, and its activations are freed; the losses need no second
-            derivative. ``micro_batch_tokens="auto"`` measures a row of the first batch that may be too
-            large. With ``dtype=torch.float16``, with parameters that have hooks for their gradients,
-            and in models that exchange gradients or parameters (DDP, FSDP), each call is one pass: give
-            it the rows' :func:`~torchrl_mt.objectives.micro_batches`.
+        freeze_vision: Do not train the vision towers of actor and critic, here and for good
+            (:doc:`/images`).
+        passes: How rows are cut into forward passes (:doc:`/large_models`), and the sampling
+            temperature: rows with another ``("sampling", "temperature")`` ``[N]`` are refused.
 
     Attributes:
-        aggregation_norm: Further constant to divide the losses of ``"seq_mean_token_sum"`` by, 1 by
-            default.
+        aggregation_norm: Further divisor of ``"seq_mean_token_sum"``, 1 by default.
         max_idle_updates: An error after so many updates in a row in which all advantages were 0, so that
             the entropy bonus or the KL alone changed the model: 16 by default; ``None`` goes on.
 
     Raises:
-        ValueError: If a name is unknown; a number is out of range; ``sequence="turn"`` without an
-            objective or correction of whole sequences; ``correction`` is given to an objective that
-            compares no policies, like ``"sft"``; ``clip_epsilon`` to an objective that has no bounds or
-            has them bound already; ``freeze_vision`` with an actor that has no vision tower, or after
-            DistributedDataParallel wrapped one that is trained; or both objective and correction
-            weight by the ratio to the sampler.
-        TypeError: If ``actor`` is no language model, ``critic`` no module, a coefficient no number, or
-            ``objective`` or ``correction`` neither a name nor a function.
+        ValueError: If a name is unknown, a number is out of range, or an argument does not fit the
+            objective, the correction or the model.
+        TypeError: If a model, function or coefficient is none.
 
     Examples:
         >>> loss_module = MultiTurnLoss(actor, entropy_coef=0.01)  # doctest: +SKIP

@@ -42,68 +42,38 @@ _USUAL = ("label", "reference")
 class MergeTurns(Transform):
     """Merges the turns of whole episodes into right-padded rows, one per episode and fork.
 
-    **Rows.** A turn's parent is the longest earlier turn of the episode whose prompt and response are a
-    prefix of its prompt, the later one of equals. A turn extends the row that ends with its parent. If
-    it has no parent (the history was cut or rewritten, or a sub-agent began), or another turn has
-    extended that row, the episode forks: a new row begins with the turn's whole prompt. Token ids are
-    compared; nothing is decoded. Of ``("turn", "parent")``, -1 is believed, which at worst begins an
-    extra row; other parents are believed where images, not tokens, tell turns apart.
+    A turn whose prompt begins with the prompt and response of an earlier turn extends that turn's row. A
+    turn that extends none (the history was cut or rewritten, or a sub-agent began), or one that another
+    turn has extended, begins a new row with its whole prompt: the episode forks. Token ids are compared;
+    nothing is decoded. :doc:`/data_format` has the rule and the keys.
 
-    **Input.** A flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
+    The input is a flat ``[ΣT]`` batch of turns, episodes one after the other, each with its turns in
     order, as collectors yield it and :class:`~torchrl_mt.data.EpisodeSampler` samples it. An episode
-    ends at a ``done`` flag (``terminated`` or ``truncated`` if there is none), and one that does not end
-    is refused; without flags, it ends where the trajectory id changes. Missing first turns are not
-    noticed. In a replay buffer, the transform acts on samples. Use a plain
-    :class:`~torchrl.data.ReplayBuffer`: rows are fewer than sampled steps, so they cannot hold sampling
-    information per step.
+    that does not end is refused; missing first turns are not noticed. The output is a new TensorDict.
 
-    **Output.** A new TensorDict with the keys listed in the documentation's *Data format*. Entries that
-    the batch lacks (log-probabilities, versions, rewards, returns, temperatures, ``"valid"``) are left
-    out.
-
-    - ``("rewards", "full")`` has each turn's reward on its last sampled token. The reward of a turn that
-      sampled nothing goes to the episode's last sampled token before it, in any row; if there is none,
-      to the first one after it. If an episode sampled nothing at all, rewards are on the last tokens of
-      their turns, and nothing is trained.
-    - ``"episode"`` and ``"group"``: without ids, episodes are numbered by their place in the batch;
-      without groups, each episode is its own group. ``"episode_index"`` distinguishes copies of an
-      episode.
-    - ``("sampling", "temperature")`` is NaN if a row's turns differ. Turns that sampled nothing count
-      only in rows without a sampled token.
-    - ``"valid"`` is that of the episode's last turn.
-    - ``("images", "raw")`` has, of turns with ``("images", "new")``, the images of each row in the order
-      of its image tokens, a tuple of :class:`~torchrl_mt.vision.StoredImage`. ``("images", "hash")``
-      is an integer that tells rows with other images apart. For the inputs of models, see
-      :class:`~torchrl_mt.transforms.VisionInputs`.
+    In a replay buffer, the transform acts on samples. Use a plain :class:`~torchrl.data.ReplayBuffer`:
+    rows are fewer than sampled steps, so they cannot hold sampling information per step.
 
     Args:
         pad_token_id: token id of the padding. It may be an ordinary token, since the masks mark padding.
         max_length: maximum length of a row, in tokens; no limit if ``None``.
         traj_key: key of each turn's trajectory id.
-        carry: keys of entries that each row takes from its episode's last turn. They are looked up in
-            the batch, then in the mappings that collectors write to ``"data"``; an item without the key
-            counts as ``None``. If no item has the key, the logger ``torchrl_mt`` warns once; if there
-            are no mappings either, it is an error. ``"label"`` and ``"reference"`` may be missing.
-            ``"text"`` is taken from all turns: the messages of the whole episode.
+        carry: keys of entries that each row takes from its episode's last turn, or else from the item
+            under ``"data"``. ``"text"`` is taken from all turns: the messages of the whole episode.
 
     Examples:
         >>> from tensordict import lazy_stack
         >>> turns = [([1, 2], [3], False), ([1, 2, 3, 4], [5], True), ([6], [7], True)]
         >>> batch = lazy_stack([
         ...     TensorDict({
-        ...         ("tokens", "prompt"): torch.tensor(prompt),
-        ...         ("tokens", "response"): torch.tensor(response),
+        ...         "tokens": {"prompt": torch.tensor(prompt), "response": torch.tensor(response)},
         ...         ("next", "done"): torch.tensor([done]),
         ...     })
         ...     for prompt, response, done in turns
         ... ])
-        >>> rows = MergeTurns()(batch)
-        >>> rows["tokens", "full"]
+        >>> MergeTurns()(batch)["tokens", "full"]
         tensor([[1, 2, 3, 4, 5],
                 [6, 7, 0, 0, 0]])
-        >>> rows["masks", "all_assistant_mask"].int()
-        tensor([[0, 0, 1, 0, 1],
-                [0, 1, 0, 0, 0]], dtype=torch.int32)
     """
 
     _warned: frozenset[str] = frozenset()

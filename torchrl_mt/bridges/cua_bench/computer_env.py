@@ -33,53 +33,24 @@ _NO_USER = "There is no user who could help. Go on alone."
 class ComputerEnv(TextEnv):
     """An environment of computers behind HTTP, as cua-bench's worker servers offer them.
 
-    The model sees the instruction, how to write actions (:func:`parse_actions`) and the screen: a
-    screenshot, as ``{"type": "image", "image": <data URI>}``, or the text that the server sends instead.
-    Its response has one or several actions. The environment executes them in order and answers with the
-    screen after the last one.
+    The model sees the instruction, how to write actions (:func:`parse_actions`) and the screen. Its
+    response has one or several actions. The environment executes them in order, or none if there is
+    anything else between the tags, and answers with the screen after the last one. ``done()`` ends the
+    episode with the reward of the server's evaluation. Step ``max_step`` is executed, evaluated, and
+    ends the episode as truncated.
 
-    - A response that has anything else between the tags is not executed at all. The model is told what
-      was wrong and which actions there are. The response counts as a step, with reward 0.
-    - ``done()`` ends the episode with the reward of the server's evaluation. It must be the last action.
-    - Step ``max_step`` ends the episode as truncated. Its actions are executed, and then the server
-      evaluates the task: its reward is the step's.
-    - ``call_user()`` has no counterpart on the server. Nothing is executed, and the model is told that
-      there is no user.
-    - cua-bench scrolls where the pointer is. The coordinates of ``scroll`` are sent along for servers
-      that read them.
-
-    The dialogue is shortened through ``history`` of :class:`TextStep`. The last ``max_hist`` pairs of an
-    observation and a response are always whole, and fewer than ``2 * max_hist`` are. When there are as
-    many, the older half becomes a line of text for each response. So a dialogue starts a new row once in
-    ``max_hist`` steps. The instruction and the newest observation are always there.
-
-    A server plays one episode at a time, because its ``/reset`` ends all others. In this process, no two
-    live episodes have the same server: an episode waits until one is free. This is no failure, but it
-    counts for the time limits of the collector, so have more servers than ``max_concurrency``. A step is
-    never sent again. If a request fails, the episode is rejected for ``ComputerError``. However the
-    episode ends, the server is told to release its computer.
-
-    An episode that a time limit of the collector ends holds its server until the request under way is
-    answered or ``timeout`` is over, because the server may still act. So let ``timeout`` and the 60
-    seconds of waits be below the collector's ``tool_timeout``.
-
-    A server is set aside when a request to it failed: for a second, twice as long after each further
-    failure, at most for a minute, until an episode has no fault. Others are preferred to it. If all are
-    set aside, the one whose pause ends first is tried at once.
-
-    The data of an episode names its task: a task itself, ``{"env_path": ...}``; its position in
-    ``task_configs``, as an integer or ``{"task": i}``; or ``{"seed": k}``, as collectors without data
-    give it, for task ``k`` modulo their number. Without data, the task is random.
-
-    ``info`` has the ``actions`` that were executed, as text, and the number of ``invalid`` responses so
-    far.
+    A server plays one episode at a time: have more servers than ``max_concurrency``, since an episode
+    waits until one is free. A request that fails rejects the episode for ``ComputerError``; a step is
+    never sent again. Let ``timeout`` and the 60 seconds of waits be below the collector's
+    ``tool_timeout``. :doc:`/computer_use` has the rest: servers that fail, tasks and how dialogues are
+    shortened.
 
     Args:
         server_url: address of a worker server, or several of them.
         task_configs: tasks ``{"env_path": str, "task_index": int, "split": str}``; the last two are 0
             and ``"train"`` by default, other entries are not used.
         max_step: maximum number of responses in an episode.
-        max_hist: number of last pairs that stay whole.
+        max_hist: number of last pairs of an observation and a response that stay whole.
         timeout: maximum seconds of a request, besides those of a ``wait``. The server releases a
             computer that was idle for as long, so let it be above the time of a response.
         action_format: ``"tagged"``, ``<|action_start|>click(0.5, 0.5)<|action_end|>``, or ``"think"``,
@@ -87,19 +58,14 @@ class ComputerEnv(TextEnv):
 
     Raises:
         ImportError: if httpx or tenacity is not installed.
-        TypeError: if ``server_url`` is neither an address nor several, ``task_configs`` is no list of
-            mappings, or a number is none.
+        TypeError: if an argument is of a wrong type.
         ValueError: if an address, a task, a number or ``action_format`` is not as above.
 
     Examples:
         >>> import asyncio
         >>> tasks = [{"env_path": "./task", "task_index": 0, "split": "train"}]
         >>> env = ComputerEnv(["http://localhost:8001", "http://localhost:8002"], tasks, max_step=20)
-        >>> async def play():
-        ...     messages = await env.reset({"task": 0})
-        ...     return await env.step("<|action_start|>click(0.5, 0.5)<|action_end|>")
-        >>> asyncio.run(play()).reward  # doctest: +SKIP
-        0.0
+        >>> messages = asyncio.run(env.reset({"task": 0}))  # doctest: +SKIP
     """
 
     def __init__(

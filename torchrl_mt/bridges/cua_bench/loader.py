@@ -57,101 +57,55 @@ _OWN = ("episodes_per_batch", "max_concurrency", "replay_buffer", "max_staleness
 class MultiTurnDataLoader:
     """Iterate over prompts of environments that wait for a response, and answer them.
 
-    Each of ``num_envs`` slots plays one episode after the other. A batch holds the prompts of
-    ``batch_size`` slots, those that waited longest, as a dict of
-
-    - ``"input_ids"``, ``"attention_mask"``, ``"position_ids"``: int64 ``[B, max_prompt_length]``, padded
-      on the left;
-    - ``"worker_id"``: int64 array ``[B]``, the slots, each at most once;
-    - ``"meta_info"``: array of ``B`` dicts: the ``"uid"`` of the episode, unlike any other, as in
-      ``("collector", "traj_ids")``; the ``"turn"``, from 0; the episode's item as ``"data"``; the
-      environment's last ``"info"``. With ``env_class`` in cua-bench's form also what the environment
-      tells, its own uid as ``"env_uid"``;
-    - ``"raw_prompt_ids"``: array of ``B`` lists, the prompts without padding, with one placeholder for
-      each image, for servers that expand them.
-
-    With a ``processor`` also
-
-    - ``"multi_modal_data"``: array of ``B`` dicts, the prompt's PIL images as ``"image"``;
-    - ``"multi_modal_inputs"``: array of ``B`` dicts, the same as arguments of the model
-      (``"pixel_values"``, and ``"image_grid_thw"`` of Qwen's models); empty without images;
-    - ``"position_ids"`` is ``[B, 3, max_prompt_length]`` for models with M-RoPE.
-
-    :meth:`async_step` answers. The environment sees the text of every answer, without the token that
-    ends a turn, and the tokens are stored as they were given. Finished episodes are stored whole, with
-    returns, for :meth:`sample_from_buffer`. At the end of the data, batches are smaller.
-
-    Batches, methods and answers are those of cua-bench's ``MultiTurnDataloader``, whose loops run with
-    this class.
+    Each of ``num_envs`` slots plays one episode after the other. A batch is a dict with the prompts of
+    ``batch_size`` slots, those that waited longest: ``"input_ids"``, ``"attention_mask"`` and
+    ``"position_ids"``, int64 ``[B, max_prompt_length]``, padded on the left; ``"worker_id"`` and
+    ``"meta_info"``; images with a ``processor``. :meth:`async_step` answers. Finished episodes are
+    stored whole, with returns, for :meth:`sample_from_buffer`. At the end of the data, batches are
+    smaller. :doc:`/bridges` has a whole loop, all entries, and what happens to slow and failing
+    environments. Batches, methods and answers are those of cua-bench's ``MultiTurnDataloader``.
 
     Args:
         env: the environment, in any form that :class:`~torchrl_mt.collectors.MultiTurnCollector` takes.
         tokenizer: renders the prompts.
-        task_configs: the items, one per episode; ``data`` of the collector. Without them, every episode
-            has ``{"seed": k}`` with a new ``k``. With ``env_class`` in cua-bench's form, they are put
-            into the configs that have no ``"task_configs"``.
-        processor: the Hugging Face processor of a model that takes images, as in
-            :class:`~torchrl_mt.collectors.MultiTurnCollector`; ``None`` for text alone.
+        task_configs: the items, one per episode. Without them, every episode has ``{"seed": k}`` with a
+            new ``k``.
+        processor: the Hugging Face processor of a model that takes images; ``None`` for text alone.
         batch_size: prompts per batch, at most ``num_envs``.
         num_envs: number of slots, thus of episodes that run at once. ``None`` means the number of
             ``env_configs``, or twice ``batch_size``, so that half of the environments may be slow.
-        replay_capacity: maximum number of stored steps. The oldest whole episodes leave first. A longer
+        replay_capacity: maximum number of stored steps. The oldest whole episodes leave first; a longer
             episode is rejected (``rejected/longer_than_replay``).
         replay_reward_discount: discount of the returns, per step, in [0, 1].
         max_prompt_length: maximum tokens of a prompt. A longer dialogue loses its oldest turns, never
-            its opening; see ``max_prompt_tokens`` of :class:`~torchrl_mt.collectors.ChatOptions`. If it
-            is too long without them, the episode is rejected (``rejected/prompt_too_long``).
+            its opening. If it is too long without them, the episode is rejected
+            (``rejected/prompt_too_long``).
         max_response_length: maximum tokens of a response.
         only_keep_outcome_in_replay: store the last step of each episode alone, with its raw reward.
         balance_thres: returns below it count as low in :meth:`get_balance_stats`.
-        env_class: instead of ``env``, the class of environments with a config each. A
-            :class:`~torchrl_mt.envs.TextEnv` class takes its config as keyword arguments, for every
-            episode anew. Any other class takes its config as the only argument, once per slot, and has
-            ``reset() -> (env_ret, meta_info)`` and ``step(text) -> (env_ret, meta_info)``:
-            ``env_ret["obs"]`` is the text of the whole prompt, tokenized without a chat template, and
-            ``env_ret["reward"]`` and ``env_ret["done"]`` are the step's. With a processor, the text may
-            have images, ``<|vision_start|>...<|vision_end|>`` with a file in base64 in between.
+        env_class: instead of ``env``, the class of environments with a config each.
         env_configs: the config of each slot.
-        is_multi_modal: cua-bench's switch for images. ``None`` means true if there is a processor;
-            false ignores it.
+        is_multi_modal: cua-bench's switch for images: false ignores the processor, and ``None`` means
+            true if there is one.
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
-            ``limits=Limits(tool_timeout=60)``, ``max_retries``, ``group_size`` or
-            ``options=CollectorOptions(cycle=False)``. An item whose environment fails before its first
-            answer is played again, until it has failed in every environment that works; with
-            ``group_size`` above 1, ``incomplete_groups`` decides (``"refill"`` plays the failed episode
-            of a group again).
+            ``limits``, ``max_retries``, ``group_size`` or ``options=CollectorOptions(cycle=False)``.
 
     Attributes:
         storage: the :class:`~torchrl_mt.data.EpisodeStorage` of the finished episodes.
         replay: the ``ReplayBuffer`` on it.
 
     Raises:
-        ValueError: if a size is out of range, ``batch_size`` is above ``num_envs``, or arguments
-            exclude each other, or the tokenizer is not the processor's.
+        ValueError: if a number is out of range, or arguments exclude or do not fit each other.
         TypeError: if ``env`` or an option is of a wrong type, or ``processor`` of no supported family.
 
     Examples:
         >>> from torchrl_mt.envs import GuessNumber
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
-        >>> env = GuessNumber(4, turns=2)
         >>> tokenizer = tiny_chat_tokenizer("guess to 1 2 3 4 higher lower correct")
-        >>> with MultiTurnDataLoader(env, tokenizer, batch_size=2, max_response_length=8) as loader:
-        ...     for batch in loader:
-        ...         guesses = torch.tensor([tokenizer("2 <end>")["input_ids"]] * 2)
-        ...         shown = [batch["attention_mask"], torch.ones_like(guesses)]
-        ...         answers = {
-        ...             "prompts": batch["input_ids"],
-        ...             "responses": guesses,
-        ...             "attention_mask": torch.cat(shown, dim=1),
-        ...             "worker_id": batch["worker_id"],
-        ...             "meta_info": batch["meta_info"],
-        ...         }
-        ...         loader.async_step(answers)
-        ...         if len(loader.storage) >= 4:
-        ...             break
-        ...     steps = loader.sample_from_buffer(4)
-        >>> steps["next", "return"].shape, steps["responses"].shape
-        (torch.Size([4, 1]), torch.Size([4, 8]))
+        >>> with MultiTurnDataLoader(GuessNumber(4, turns=2), tokenizer, batch_size=2) as loader:
+        ...     batch = next(iter(loader))
+        >>> batch["input_ids"].shape, batch["meta_info"][0]["turn"]
+        (torch.Size([2, 1024]), 0)
     """
 
     def __init__(

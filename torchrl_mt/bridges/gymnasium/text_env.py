@@ -24,13 +24,10 @@ class GymTextEnv(TextEnv):
     r"""A Gymnasium environment, played in text (``pip install gymnasium``).
 
     ``render`` makes a user's message of an observation, and ``parse`` an action of the content of a
-    response. Rewards, ``terminated``, ``truncated`` and ``info``, of which a copy is kept, are those of
-    the environment's steps. An end that is both terminated and truncated counts as terminated.
-
+    response. Rewards, ``terminated``, ``truncated`` and ``info`` are those of the environment's steps.
     The model is told ``"error: ..."`` of an action that is not in the action space, and of a
-    ``ValueError`` of ``parse``. That costs a turn with reward 0, and the environment takes no step;
-    ``info`` has the ``error``. Only the collector's ``max_turns`` ends an episode of such turns. All
-    other errors reject the episode.
+    ``ValueError`` of ``parse``: that costs a turn with reward 0, and the environment takes no step. All
+    other errors reject the episode. See :doc:`/bridges`.
 
     The episode's data sets what ``reset`` receives: ``{"seed": 3}``, with ``"options"`` or without. If
     it has no seed, as ``{"label": 1}``, its content determines one, so that a group begins alike.
@@ -50,24 +47,20 @@ class GymTextEnv(TextEnv):
     Raises:
         TypeError: if ``make`` is an environment, or makes a vector environment, or an argument is of
             another wrong type.
-        ImportError: if ``make`` is an id, and Gymnasium is not installed.
-        gymnasium.error.Error: if no environment has this id.
+        ImportError: if ``make`` is an id, and Gymnasium is not installed. gymnasium.error.Error: if no
+            environment has this id.
 
     Examples:
-        >>> def parse(response):
-        ...     return {"hit": 1, "stand": 0}.get(response.strip(), response)
         >>> env = GymTextEnv(
         ...     "Blackjack-v1",
         ...     render=lambda hand, info: f"you have {hand[0]}, the dealer shows {hand[1]}",
-        ...     parse=parse,
+        ...     parse=lambda response: {"hit": 1, "stand": 0}.get(response, response),
         ...     prompt="Answer hit or stand.",
         ... )
         >>> env.reset({"seed": 3})[0]["content"]
         'Answer hit or stand.\n\nyou have 7, the dealer shows 10'
         >>> env.step("double").messages[0]["content"]
         "error: 'double' is not in the action space Discrete(2)"
-        >>> env.step("stand").done
-        True
     """
 
     def __init__(

@@ -25,59 +25,41 @@ _GAME = -1
 class TextArenaEnv(TextEnv):
     """A game of TextArena (``pip install textarena``).
 
-    A user's message has all that the model's player has observed since its last turn, each as
-    ``[sender] text`` on a new line, as TextArena's ``LLMObservationWrapper`` writes them. Only the
-    model's own moves are left out, which are its responses. If nothing is new, the message is
-    ``"[GAME] Your turn."``. The game receives the content of a response through the action wrappers of
-    ``env_id``.
-
-    TextArena judges games as a whole: the reward of the last turn is what the game gives the model's
-    player, all others are 0. TextArena answers an invalid move with its reason, and ends the game at
-    the second one in a row (depending on the game). A game that reaches its own limit of turns
-    terminates, with the reward that its rules give. ``info`` of the last turn has the ``rewards`` of all
-    players, the model's ``player_id``, the ``seed``, and what TextArena notes about the player:
-    ``reason``, ``turn_count``, ``invalid_move`` and ``role``.
+    A user's message has all that the model's player has observed since its last turn. TextArena judges
+    games as a whole: the reward of the last turn is what the game gives the model's player, all others
+    are 0. ``info`` of the last turn has the ``rewards`` of all players and the ``reason`` of the end. A
+    game that reaches its own limit of turns terminates. :doc:`/bridges` has all entries of ``info``,
+    examples and hints for single games.
 
     The episode's data sets the game, ``{"seed": 3}``, and the model's player if ``player_id`` is
     ``None``: ``{"seed": 3, "player_id": 1}``. If it has no seed, its content determines one: the item
-    ``{"label": 1}`` is the same game each time, for a whole group. ``None`` draws a seed.
-
-    Games with the same seed, moves and players are the same, whatever else runs in the process:
-    TextArena's modules draw from generators of the episode instead of Python's and numpy's global ones.
-    If modules of a game keep what they work on in global variables, as Sokoban's do, its games take
-    turns to begin and to move. In a few games, the order of a ``set`` of strings matters, too: set
-    ``PYTHONHASHSEED`` for equal games in several processes.
-
-    A game is constructed once, and copied for each episode. One copy begins at once, to see that the
-    game takes this number of players. Some games need data of NLTK, which they download; an API key; or
-    a newer Python: their errors are raised here, not in episodes.
+    ``{"label": 1}`` is the same game each time, for a whole group. ``None`` draws a seed. Games with the
+    same seed, moves and players are the same, whatever else runs in the process.
 
     Args:
         env_id: name of a registered game, such as ``"Wordle-v0"``.
         opponents: who plays the other seats: a function for all of them, or a list with one for each, in
             the order of their players. It is called with TextArena's observation, in most games a text
-            of the whole game so far, and returns a move, as TextArena's agents do. Plain functions run
-            in threads, ``async`` ones on the event loop. All episodes share them.
+            of the whole game so far, and returns a move. Plain functions run in threads, ``async`` ones
+            on the event loop. All episodes share them.
         num_players: number of players; by default 1 without ``opponents``, one more than a list has, or
             2 with a function.
         player_id: the model's player, from 0. ``None`` means the one that the data names, or else one
             that the seed draws. Data that names another one is refused.
         system_prompt: a system message to begin with; none if ``None``.
         dialogue: whether the model sees the dialogue so far. If ``False``, it sees only TextArena's
-            observation, as the wrappers of ``env_id`` write it, such as the rules and the present board
-            of ``"TicTacToe-v0-train"``. Every turn is then a training row of its own.
+            observation, as the wrappers of ``env_id`` write it. Every turn is then a training row of its
+            own.
         **options: further arguments of ``textarena.make``, such as ``max_turns=20``.
 
     Raises:
         ImportError: if TextArena is not installed.
         TypeError: if ``opponents`` are not callable, or the game does not take the ``options``.
-        ValueError: if there is no such game, it does not take this number of players, there are more or
-            fewer ``opponents`` than other players, or there is no such player.
+        ValueError: if there is no such game or player, or the numbers of players do not fit.
         Exception: the error of a game that cannot be made.
 
     Examples:
         >>> env = TextArenaEnv("GuessTheNumber-v0")  # doctest: +SKIP
-        >>> collector = MultiTurnCollector(env, engine, episodes_per_batch=64)  # doctest: +SKIP
     """
 
     def __init__(

@@ -32,35 +32,16 @@ class Item(NamedTuple):
 class Items(Iterator[Item]):
     """Give out the items of some data, and keep track of which are done.
 
-    =========================  =======================  ===============================================
-    data                       order                    after ``load_state_dict``
-    =========================  =======================  ===============================================
-    ``None``                   ``{"seed": k}``, ever    exact, at once
-                               new ``k``
-    list, map-style            as it is, or a fresh     exact, at once
-    ``Dataset``, HF            permutation per epoch
-    ``Dataset``, tensor,       (``shuffle``)
-    TensorDict
-    ``DataLoader``             its own; items are the   exact, by going through the epoch's batches
-                               rows of its batches      again up to the position
-    other iterables; a         as they come             exact if they come in the same order again;
-    function that returns                               read again up to the position
-    an iterator
-    iterators                  as they come, once       the new iterator is read up to the position
-    ``Curriculum``             its own                  exact, if it has ``state_dict``
-    =========================  =======================  ===============================================
+    Data may be a list, a map-style or Hugging Face data set, a tensor, a TensorDict, a ``DataLoader``,
+    any other iterable, a function that returns an iterator, an iterator, a curriculum or ``None``.
+    :doc:`/collecting` says in which order each gives its items, and what holds after
+    :meth:`load_state_dict`.
 
-    The state of a ``DataLoader``'s own ``generator`` is saved. Without one, a ``DataLoader``'s order
-    follows from ``seed`` and the epoch, not from torch's global generator. ``set_epoch`` of the data or
-    its sampler is called at the start of an epoch. A ``set`` is read in the order of its items'
-    ``repr``, since its own order changes between processes.
-
-    Only items that are given out and not done take memory; for data that is read in order, their values
-    are kept and saved. All methods are thread-safe. While the data reads an item, only ``next``,
-    ``load_state_dict`` and, for curricula, ``hand_over`` and ``state_dict`` wait.
+    All methods are thread-safe. While the data reads an item, only ``next``, ``load_state_dict`` and,
+    for curricula, ``hand_over`` and ``state_dict`` wait.
 
     Args:
-        data: the data; see the table.
+        data: the data. ``None`` is ``{"seed": k}``, with ever new ``k``.
         shuffle: give out in random order; for data with a length and an index.
         cycle: start again at the end. ``None`` means true, except for iterators.
         seed: seed of the order, and of the items that are made without data.

@@ -33,65 +33,44 @@ __all__ = ["ClipSampler"]
 class ClipSampler(SavesState, Sampler):
     """Samples clips of consecutive steps, with the conventions of TorchRL's ``SliceSampler``.
 
-    ``batch_size`` counts steps. The sample is flat, ``[num_slices * slice_len]``, one clip after the
-    other, or has one clip per row with ``layout="clips"``. The sample marks the last step of each clip
-    as truncated and done, and the first one as ``is_init`` if the data has that entry. The cost of
-    drawing clips does not grow with the number of stored steps.
+    ``batch_size`` counts steps. The last step of each clip is marked as truncated and done, and the
+    first one as ``is_init`` if the data has that entry. Drawing takes the same time, however many steps
+    are stored.
 
     Args:
         slice_len: steps per clip. Exclusive with ``num_slices``.
         num_slices: clips per sample, each of ``batch_size // num_slices`` steps.
-        stride: number ``K`` of stored steps that make one sampled step; a clip spans
-            ``slice_len * K`` stored steps. Entries are those of the first of the ``K`` steps and,
-            under ``"next"``, of the last. ``action`` is the concatenation of all ``K`` (``[K * A]``
-            for ``[A]``), ``("next", "reward")`` their sum, and a done flag is true if one of the
-            ``K`` is. The sample's ``index`` has the first of them. ``("next", "return")`` is the
-            last step's too: to learn from returns, store them outside ``"next"``, with
-            ``DiscountedReturn(gamma, out_key="return")``.
+        stride: number of stored steps that make one sampled step (frame skip); see :doc:`/replay`.
         strict_length: False samples an episode shorter than a clip whole, so that a sample may have
-            fewer than ``batch_size`` steps. With a stride, the remainder of such an episode is left
-            out; an episode of fewer than ``K`` steps is never sampled.
+            fewer than ``batch_size`` steps.
         pad_output: whether to pad shorter clips to ``slice_len`` by repeating their last step.
-            ``("collector", "mask")``, bool, is then false for padding. Needs
-            ``strict_length=False`` or ``span``.
-        span: how far a clip may overhang its episode, in steps. The overhang is cut off. With True,
-            every step is drawn equally often, as clips of one step are among them. A tuple of two has
-            one value for each side. Needs ``stride=1``.
-        burn_in: number of steps at the start of a clip that only warm up a recurrent state.
-            ``"burn_in"``, bool, is true for them, and the loss should leave them out. A clip at the
-            start of its episode has none, as the state is known there.
-        selector: chooses the clips instead of a random draw: ``selector(step, storage,
-            num_slices, span)`` returns integers ``[num_slices]``, clip indices in
-            ``[0, storage.num_clips(span))``. They count the clips of ``span`` stored steps, oldest
-            first. ``step`` is :attr:`step`; draw with ``generator=storage.generator``. Ready-made:
-            :func:`~torchrl_mt.data.recent`, :func:`~torchrl_mt.data.uniform`,
-            :func:`~torchrl_mt.data.linear_mix`. Needs ``strict_length=True``,
-            ``weighting="clip"`` and no ``span``.
-        weighting: ``"clip"`` draws uniformly from all clips; ``"episode"`` draws an episode and
-            then one of its clips, as ``SliceSampler`` does.
-        layout: ``"flat"`` samples ``[num_slices * slice_len]`` steps, ``"clips"``
-            ``[num_slices, slice_len]`` (needs clips of one length, or padded ones).
+            ``("collector", "mask")``, bool, is then false for padding. Needs ``strict_length=False`` or
+            ``span``.
+        span: how far a clip may overhang its episode, in steps; the overhang is cut off. With True,
+            every step is drawn equally often. A tuple of two has one value for each side. Needs
+            ``stride=1``.
+        burn_in: number of steps at the start of a clip that only warm up a recurrent state:
+            ``"burn_in"``, bool, is true for them. A clip at the start of its episode has none.
+        selector: chooses the clips instead of a random draw, such as :func:`~torchrl_mt.data.recent`:
+            ``selector(step, storage, num_slices, span)`` returns ``num_slices`` integers in ``[0,
+            storage.num_clips(span))``, which count the clips of ``span`` stored steps, oldest first.
+            Needs ``strict_length=True``, ``weighting="clip"`` and no ``span`` of the sampler.
+        weighting: ``"clip"`` draws uniformly from all clips; ``"episode"`` draws an episode and then one
+            of its clips, as ``SliceSampler`` does.
+        layout: ``"flat"`` samples ``[num_slices * slice_len]`` steps, one clip after the other,
+            ``"clips"`` ``[num_slices, slice_len]`` (needs clips of one length, or padded ones).
         truncated_key: flag that marks the end of a clip; None marks nothing.
-        init_key: flag that marks the start of a clip, also under ``"next"``, so that a recurrent
-            network over the next states starts anew with each clip; None marks nothing.
+        init_key: flag that marks the start of a clip, also under ``"next"``; None marks nothing.
 
     Raises:
-        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given, or if
-            ``selector`` is not callable.
+        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given, or if ``selector`` is
+            not callable.
         ValueError: if an argument is out of range or does not fit another.
 
     Examples:
-        >>> sampler = ClipSampler(slice_len=16)
-        >>> sampler
+        >>> ClipSampler(slice_len=16)
         ClipSampler(slice_len=16, num_slices=None, stride=1, strict_length=True,
             weighting='clip', layout='flat')
-
-        Every clip in turn, oldest first:
-
-        >>> def in_turn(step, storage, num_slices, span):
-        ...     clips = torch.arange(step * num_slices, (step + 1) * num_slices)
-        ...     return clips % storage.num_clips(span)
-        >>> sampler = ClipSampler(slice_len=16, selector=in_turn)
     """
 
     __signature__ = ConstructorSignature()

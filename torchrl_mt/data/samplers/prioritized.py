@@ -39,67 +39,41 @@ __all__ = ["PrioritizedClipSampler"]
 class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     """Samples clips in proportion to ``(priority + eps) ** alpha``, as prioritized replay does.
 
-    Samples are like those of :class:`~torchrl_mt.data.ClipSampler`; names are those of TorchRL's
-    ``PrioritizedSliceSampler``. A priority belongs to the clip that begins at a step. A new clip gets
-    the largest priority so far, 1 at first. The sample's ``info`` has the importance weights
-    ``(w / w_min) ** -beta`` as ``"priority_weight"``, one per step, where ``w`` is the clip's
-    ``(priority + eps) ** alpha`` and ``w_min`` the least positive one of all clips.
-    (Schaul et al., Prioritized Experience Replay, 2016.)
+    A priority belongs to the clip that begins at a step. A new clip gets the largest priority so far, 1
+    at first. After training on a sample, pass its priorities to
+    ``rb.update_tensordict_priority(sample)`` or :meth:`rb.update_priority(index, priority)
+    <update_priority>`; :doc:`/replay` shows a whole step. Names are TorchRL's. One sampler serves one
+    storage, which several buffers may share. (Schaul et al., Prioritized Experience Replay, 2016.)
 
-    After training on a sample, pass its priorities to ``rb.update_tensordict_priority(sample)`` (of a
-    ``TensorDictReplayBuffer``, under its ``priority_key``) or ``rb.update_priority(index,
-    priority)``: see :meth:`update_priority`.
-
-    One sampler serves one storage, which several buffers may share.
+    The sample's ``info`` has the importance weights ``(w / w_min) ** -beta`` as ``"priority_weight"``,
+    one per step, where ``w`` is the clip's ``(priority + eps) ** alpha``, ``w_min`` the least one above
+    0.
 
     Args:
-        max_capacity: number of steps with priorities, at least the storage's ``max_steps``, which is
-            the default.
-        alpha: exponent of the priorities; 0 draws uniformly. May be changed at any time.
-        beta: exponent of the importance weights; 0 makes all of them 1. May be changed at any time.
+        max_capacity: number of steps with priorities, at least the storage's ``max_steps``, the default.
+        alpha: exponent of the priorities; 0 draws uniformly.
+        beta: exponent of the importance weights; 0 makes all 1. Both may be changed at any time.
         eps: added to every priority.
-        dtype: dtype of priorities and weights, ``torch.float32`` or ``torch.float64``. Prefer the
-            latter for millions of steps, as single precision is too coarse for their sum.
-        reduction: how to reduce the priorities of a clip's steps to one: ``"max"``, ``"min"``,
-            ``"mean"`` or ``"median"``.
-        slice_len: as for :class:`~torchrl_mt.data.ClipSampler`.
-        num_slices: likewise. When ``batch_size`` changes, so does the length of clips, and the next
-            sample looks at all stored steps once.
-        stride: as for :class:`~torchrl_mt.data.ClipSampler`.
-        strict_length: likewise.
-        pad_output: likewise. Priorities of padding are ignored, except by
-            ``rb.update_tensordict_priority`` with ``layout="clips"``, where the buffer itself reduces
-            each row: with ``reduction="max"`` set them to 0, else use ``rb.update_priority``.
-        burn_in: likewise.
-        layout: likewise.
-        truncated_key: likewise.
-        init_key: likewise.
-        max_priority_within_buffer: whether new clips get the largest priority of a stored clip
-            instead of the largest ever.
+        dtype: of priorities and weights, ``torch.float32`` or ``torch.float64``: prefer the latter for
+            millions of steps, as single precision is too coarse for their sum.
+        reduction: of a clip's priorities to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        slice_len: this and ``num_slices``, ``stride``, ``strict_length``, ``pad_output``, ``burn_in``,
+            ``layout``, ``truncated_key`` and ``init_key`` are as for
+            :class:`~torchrl_mt.data.ClipSampler`.
+        max_priority_within_buffer: whether new clips get the largest priority of a stored clip instead
+            of the largest ever.
 
     Raises:
-        TypeError: unless exactly one of ``slice_len`` and ``num_slices`` is given.
-        ValueError: if an argument is out of range or does not fit another.
+        TypeError, ValueError: as for :class:`~torchrl_mt.data.ClipSampler`.
 
     Examples:
-        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl.data import TensorDictReplayBuffer
-        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
-        >>> rb = TensorDictReplayBuffer(
-        ...     storage=EpisodeStorage(100),
-        ...     writer=EpisodeWriter(),
-        ...     sampler=PrioritizedClipSampler(slice_len=2),
-        ...     batch_size=4,
-        ... )
-        >>> done = torch.tensor([False, False, True, False, True]).unsqueeze(-1)
-        >>> two_episodes = TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5])
-        >>> index = rb.extend(two_episodes)
-        >>> sample = rb.sample()
-        >>> sample["priority_weight"]
-        tensor([1., 1., 1., 1.])
-        >>> sample["td_error"] = torch.rand(4)
-        >>> rb.update_tensordict_priority(sample)
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_mt.data import EpisodeWriter
+        >>> parts = {"storage": EpisodeStorage(100), "writer": EpisodeWriter(), "batch_size": 4}
+        >>> rb = ReplayBuffer(sampler=PrioritizedClipSampler(slice_len=2), **parts)
+        >>> done = torch.tensor([[False], [False], [True], [False], [True]])
+        >>> index = rb.extend(TensorDict({"action": torch.arange(5), "next": {"done": done}}, [5]))
         >>> rb.update_priority([0, 1, 3], [0.0, 0.0, 7.0])
         >>> rb.sample()["action"]
         tensor([3, 4, 3, 4])

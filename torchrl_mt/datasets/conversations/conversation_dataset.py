@@ -54,39 +54,18 @@ _FILL: dict[NestedKey, float] = {
 class ConversationDataset(Dataset):
     """Conversations as training rows, for a supervised start.
 
-    **Rows.** The tokens are those of ``tokenizer.apply_chat_template`` on the whole conversation. The
-    assistant mask is true on what a policy would sample: each answer from the end of its generation
-    prompt up to and including the token that ends its turn. If the template has ``{% generation %}``
-    blocks, only what they enclose of the answers is trained, and the token that ends the turn. Templates
-    that drop earlier thoughts drop them here too, with a warning; to keep them, set
-    ``tokenizer.chat_template = ChatTokens(tokenizer, template="training").source``. Nothing that others
-    said is trained: if a template writes a tool's result between a call and what is said beside it, as
-    Gemma 4's does, the answer ends with the call.
+    The tokens are those of ``tokenizer.apply_chat_template`` on the whole conversation. The assistant
+    mask is true on what a policy would sample: each answer from the end of its generation prompt up to
+    and including the token that ends its turn. The keys are those of
+    :class:`~torchrl_mt.transforms.MergeTurns`. :doc:`/conversations` has what templates change, weights,
+    and other columns.
 
-    The keys are those of :class:`~torchrl_mt.transforms.MergeTurns`. Log-probabilities and rewards are
-    0, versions are -1, and each conversation is its own episode and group, numbered as in the source.
-
-    **Sources.** Rows are mappings with one of
+    Rows of the source are mappings with one of
 
     - ``messages``: mappings with ``role`` and ``content``, and possibly ``tool_calls`` and
       ``reasoning_content``;
     - ``conversations`` (ShareGPT): mappings with ``from`` and ``value``;
-    - ``prompt`` and ``completion`` (TRL): messages, of which only those of the completion are trained;
-      or text, which is encoded without a template and ends with the end-of-sequence token.
-
-    A row may also have ``tools`` (JSON schemas, or JSON text) and ``system`` (text). An assistant
-    message with ``"weight": 0`` or ``"train": False`` is not trained; on a row, they are for all its
-    messages. Weights other than 0 and 1 become ``("weights", "full")``.
-
-    Roles may have other usual names, such as ``human`` and ``gpt``, in any case. A message of which
-    the template writes nothing is refused; a system message is left out with a warning.
-
-    Arrow fills in ``None`` where tools and tool calls of a column differ in their keys. It is left out,
-    also from rows that come through a list or a file if it shows there: messages without calls have
-    ``"tool_calls": None``. Arguments as JSON text are kept as they are.
-
-    As everywhere, the names of special tokens in a message are ordinary text. Answers may hold some,
-    such as the marks of tool calls, but none that ends a turn.
+    - ``prompt`` and ``completion`` (TRL): messages or text, of which only the completion is trained.
 
     Args:
         source: a Hugging Face ``datasets.Dataset``, an iterable of rows, or the path of a file
@@ -95,27 +74,22 @@ class ConversationDataset(Dataset):
             episodes are read when they are asked for.
         tokenizer: a fast tokenizer with a chat template and an end-of-turn token; text needs no
             template.
-        max_length: maximum length of a row, in tokens. Longer rows are cut at the end, as TRL does. A
-            row without a trained token is given out; the first of them, with a warning.
+        max_length: maximum length of a row, in tokens. Longer rows are cut at the end, as TRL does.
 
     Raises:
         TypeError: if the source is none of these.
-        ValueError: if the tokenizer or ``max_length`` does not fit, a file is of another kind, or a
-            folder has several splits.
+        ValueError: if the tokenizer, ``max_length`` or a file does not fit, or a folder has several
+            splits.
         FileNotFoundError: if there is no file or folder at the path.
         ImportError: if the source needs the package ``datasets``, and it is not installed.
 
     Examples:
-        >>> from torch.utils.data import DataLoader
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
-        >>> talk = [("user", "guess"), ("assistant", "8"), ("user", "lower"), ("assistant", "4")]
-        >>> messages = [{"role": role, "content": content} for role, content in talk]
-        >>> tokenizer = tiny_chat_tokenizer("guess lower 4 8")
-        >>> dataset = ConversationDataset([{"messages": messages}], tokenizer)
-        >>> (rows,) = DataLoader(dataset, batch_size=8, collate_fn=dataset.collate)
-        >>> trained = rows["tokens", "full"][rows["masks", "all_assistant_mask"]]
-        >>> tokenizer.decode(trained)
-        '8 <end> 4 <end>'
+        >>> tokenizer = tiny_chat_tokenizer("guess 4")
+        >>> talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "4"}]
+        >>> rows = ConversationDataset([{"messages": talk}], tokenizer)[0]
+        >>> tokenizer.decode(rows["tokens", "full"][rows["masks", "all_assistant_mask"]])
+        '4 <end>'
     """
 
     def __init__(

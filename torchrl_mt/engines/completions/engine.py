@@ -73,67 +73,12 @@ class CompletionsError(HttpError):
 
 
 class CompletionsEngine(StaysInProcess):
-    """Sample with one or several servers of a model that take and return token ids.
+    """Sample with one or several servers of a model that take and return token ids (vLLM, SGLang).
 
-    **Requests.** Prompts are sent as token ids, and the server must answer with token ids: text is never
-    encoded again. ``api`` is the form of requests:
-
-    - ``"openai"``: ``/v1/completions`` with vLLM's extensions. Answers must have ``token_ids``
-      (requested by ``return_token_ids``) or ``logprobs.tokens`` of the form ``"token_id:12"``
-      (requested by ``return_tokens_as_token_ids``). vLLM sends both.
-    - ``"vllm"``: vLLM's ``/inference/v1/generate``; newer releases need ``--enable-scale-out``.
-    - ``"sglang"``: SGLang's ``/generate``.
-
-    A cancelled request hangs up, which frees vLLM; SGLang also gets ``/abort_request``.
-
-    **Several servers.** A prompt that goes on from an answer, or that was sent before, goes to the same
-    server, unless that one is far busier. Other requests go to the server with the fewest open ones. The
-    requests of a server that refuses connections, breaks them or answers with 502, 503 or 504 go to the
-    others at once, those that time out as a retry. It is tried again after some seconds.
-
-    **Stop tokens.** An answer includes its stop token if the server's token ids do, as those of vLLM and
-    SGLang do. If they do not, ``finish_reason`` is still ``"stop"``, and the stop token is part of the
-    next prompt: it is not trained on.
-
-    **Stop strings.** ``stop`` of a request or of ``extra_body`` is sent to the server, which ends the
-    answer. ``Completion.stop_string`` is what the server names (vLLM's ``stop_reason``, SGLang's
-    ``matched_stop``), or else the first of them in the decoded answer. ``/v1/completions`` takes four;
-    an answer is sampled beyond others and cut here, so use ``api="vllm"`` or ``"sglang"`` for more.
-
-    **Distribution.** Sampling is from the model's own distribution unless ``temperature``,
-    ``extra_body`` or a request changes it. Neutral values of ``top_p``, ``top_k``, ``min_p`` and
-    ``repetition_penalty`` are sent, because vLLM would otherwise use the model's generation config. Set
-    a field to ``None`` to leave it out, for servers that refuse it. ``Completion.sampling`` records what
-    was requested.
-
-    **Log-probabilities** are the server's. They should be those after ``temperature``, ``top_p`` and so
-    on. vLLM reports these only if started with ``--logprobs-mode processed_logprobs``; otherwise it
-    reports those of the model's own distribution. With plain sampling the two are equal. If
-    ``logprobs_mode`` does not say which, the engine sends a probe after the first request for which it
-    matters: four nearly certain tokens, whose processed log-probabilities are nearly 0.
-
-    **Weights.** ``on_update`` loads new weights: :class:`~torchrl_mt.engines.VLLMWeights`,
-    :class:`~torchrl_mt.engines.SGLangWeights` or a function. With the former two, no request begins
-    during an update, one that the update aborts is sent again with the new version, and a server that
-    missed an update, or was started again, takes no requests until it has the weights.
-
-    **Weight versions** are counted by the engine. If the weights change during a request, all of its
-    tokens have the version at which its last attempt *began*. A token may then be rejected as stale too
-    early, but none is trained on as newer than it is. What the servers' own forms report with
-    ``VLLMWeights`` or ``SGLangWeights`` counts instead, per token in releases that report that; with
-    ``version_key``, what the server reports there. Such answers also tell that a server was started
-    again, and so do those for an adapter (``lora_name``) that it no longer has.
-
-    **Images.** With a processor, prompts may have images. ``/v1/completions`` takes none with token ids,
-    so these go to the servers' own endpoints. ``image_api`` says which, if ``api`` does not:
-
-    - ``"vllm"``: the prompt as it is. vLLM's own ``/v1/chat/completions/render`` prepares each image
-      once.
-    - ``"sglang"``: one placeholder for each image. SGLang must answer with the tokens that it saw
-      (``prompt_token_ids``); they are compared with the prompt.
-
-    Image and video tokens are barred by ``logit_bias``, in text-only prompts, too. Raw log-probabilities
-    are not those after barring: start vLLM with ``--logprobs-mode processed_logprobs``.
+    Token ids go in and come out: text is never encoded again. Sampling is from the model's own
+    distribution unless ``temperature``, ``extra_body`` or a request changes it. :doc:`/servers` has the
+    servers' options, how requests are shared among them, stop strings, log-probabilities, new weights
+    and their versions. :doc:`/images` has prompts with images.
 
     Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
 
@@ -143,32 +88,27 @@ class CompletionsEngine(StaysInProcess):
         tokenizer: the model's tokenizer, or its processor; it renders the messages.
         api_key: sent as a bearer token.
         max_new_tokens: maximum length of an answer, unless a request sets another.
-        max_total_tokens: maximum length of prompt and answer together. If ``None``, the
-            ``max_model_len`` of the server's ``/v1/models``, requested when first needed. If the server
-            reports none, the server refuses what is too long.
+        max_total_tokens: maximum length of prompt and answer together. ``None`` asks the server's
+            ``/v1/models`` when first needed; if that does not say, the server refuses what is too long.
         timeout: seconds for one attempt, from connecting to the answer's last byte.
         max_retries: retries after a connection error, a timeout, a status 408, 425, 429 or 5xx, or an
-            answer that the server aborted (``"abort"``).
-        wait_ready: seconds that a request waits for a server that starts or restarts: connections are
-            refused or break, or the status is 502, 503 or 504. This counts as one attempt; afterwards
-            the request fails. Updates wait as long.
+            answer that the server aborted.
+        wait_ready: seconds that requests and updates wait for a server that starts or restarts. A
+            request waits in one attempt, and then fails.
         backoff: seconds before the first retry, about; doubles for each further one. A ``Retry-After``
             of up to ``timeout`` is obeyed.
         temperature: divides the logits.
         logprobs_mode: the distribution of the server's log-probabilities: ``"processed_logprobs"`` is
-            the one sampled from, ``"raw_logprobs"`` the model's own. If ``None``, a probe finds out when
-            it matters; if the server refuses the probe, the engine assumes the former and logs that
-            once. ``Completion.sampling`` records ``"raw_logprobs"`` where the two differ.
+            the one sampled from, ``"raw_logprobs"`` the model's own. ``None`` probes the server if it
+            matters.
         vocab_size: size of the vocabulary; prompts and answers with other tokens fail. ``None`` if
             unknown.
         max_connections: maximum number of connections per event loop, to all servers together.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
-        version_key: dotted path of the weight version, in the choice or at the root of the answer, such
-            as ``"metadata.weight_version"``.
-        on_update: loads the source of an update into the servers: ``VLLMWeights``, ``SGLangWeights``, or
-            a function that is called with the source, which may be a coroutine function.
-        processor: the model's processor, for prompts with images; not needed if it is given in place of
-            the tokenizer.
+        version_key: dotted path of the weight version, in the choice or at the root of the answer.
+        on_update: loads an update into the servers: :class:`~torchrl_mt.engines.VLLMWeights`,
+            :class:`~torchrl_mt.engines.SGLangWeights`, or a plain or ``async`` function of its source.
+        processor: the model's processor, for prompts with images, unless ``tokenizer`` is one.
         image_api: the form of prompts with images: ``"vllm"`` or ``"sglang"``. ``None`` is ``api``; with
             ``api="openai"``, images are then refused.
         api: the form of requests: ``"openai"``, ``"vllm"`` or ``"sglang"``.
@@ -176,9 +116,8 @@ class CompletionsEngine(StaysInProcess):
     Raises:
         ImportError: if httpx or tenacity is not installed.
         TypeError: if the processor is of no supported family, or ``image_api`` is given without one.
-        ValueError: if a number is out of range, ``base_url`` is no HTTP address, ``api`` or
-            ``image_api`` is unknown or contradicts the other, tokenizer and processor do not belong
-            together, or ``extra_body`` has a field that the engine sets.
+        ValueError: if a number is out of range, an address or a name is wrong, arguments contradict each
+            other, or ``extra_body`` has a field that the engine sets.
 
     Examples:
         >>> engine = CompletionsEngine(  # doctest: +SKIP

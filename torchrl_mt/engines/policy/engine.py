@@ -46,53 +46,36 @@ class PolicyEngine(StaysInProcess):
     """Sample with a TorchRL policy, such as ``TransformersWrapper``, many conversations at once.
 
     Requests that wait when the policy becomes free form a micro-batch, sampled in a background thread.
-    A batch takes as long as its longest answer, so ``TransformersEngine`` is faster where it can be
-    used. Do not train the policy *while* tokens are sampled.
-
-    **Log-probabilities** are those of the distribution sampled from, after ``temperature``, ``top_k``,
-    ``top_p`` and ``min_p``; ``Completion.sampling`` records these. TorchRL 0.14's
-    ``TransformersWrapper`` reports 0.0 for the first token of every answer and ignores temperature and
-    truncation, so a plain forward pass of its model computes them; likewise for a ``vLLMWrapper`` or
-    ``SGLangWrapper`` with temperature or truncation. What other policies report is compared with such
-    a pass at first use and after every update. If it is wrong, or there is no model to compare with,
-    requests fail.
-
-    **Policies.** A ``TransformersWrapper`` may have any input mode. It samples from the model's own
-    distribution unless its ``generate_kwargs`` or a request changes it; of the model's generation
-    config, only the stop tokens are used. Other policies receive ``("tokens", "prompt")`` and
-    ``("masks", "all_attention_mask")``, padded on the left, and return ``("tokens", "response")`` and
-    ``("log_probs", "response")``: one row per answer without padding, or padded on the right if every
-    answer shorter than the batch ends with a stop token. ``vLLMWrapper`` and ``SGLangWrapper`` receive
-    rows without padding.
+    Do not train the policy *while* tokens are sampled. Log-probabilities are those of the distribution
+    sampled from: computed by a plain forward pass, or compared with one. :doc:`/engines` says what
+    policies must take and return, and which of their log-probabilities are used.
 
     Args:
         policy: an ``LLMWrapperBase``, or any module or callable from TensorDict to TensorDict.
         tokenizer: its end-of-sequence token stops an answer; the policy's tokenizer if ``None``.
         model: causal language model that checks the policy and loads new weights; ``policy.model`` if
             ``None``.
-        max_new_tokens: maximum length of an answer, unless a request sets another; if ``None``, that of
-            the policy's ``generate_kwargs``, or 256. Policies other than ``TransformersWrapper`` also
-            apply their own limit; longer answers are cut to the request's.
-        temperature: divides the logits; if ``None``, that of the policy's ``generate_kwargs``, or 1. A
-            ``TransformersWrapper`` is set to it; other policies must state the same value if they state
-            one. At 0, or with ``do_sample=False``, the likeliest token is chosen, with log-probability
-            0.
+        max_new_tokens: maximum length of an answer, unless a request sets another. ``None`` means the
+            policy's ``generate_kwargs``, or 256. A policy's own limit also holds, except in a
+            ``TransformersWrapper``; longer answers are cut.
+        temperature: divides the logits; at 0, or with ``do_sample=False``, the likeliest token is
+            chosen, with log-probability 0. ``None`` means the policy's ``generate_kwargs``, or 1. A
+            ``TransformersWrapper`` is set to it; other policies must not state another value.
         max_batch_size: maximum number of requests in a micro-batch.
         max_wait: seconds that a request waits at most for its micro-batch to fill up.
         check: compare or compute the log-probabilities. If false, reported ones are used as they are: do
             not train on them.
         tolerance: largest mean absolute difference that counts as rounding, in nats; five times as much
-            for a single token. If ``None``, 0.05, or 0.1 for a model in half precision.
+            for a single token. ``None`` means 0.05, or 0.1 for a model in half precision.
         max_forward_tokens: maximum number of tokens in a plain forward pass, including padding.
-        on_update: called with the source of an update while nothing is sampled, instead of loading
-            weights into the model. For policies whose weights are elsewhere. May be a coroutine
-            function.
+        on_update: called with the source of an update while nothing is sampled, in place of loading
+            weights into the model, for policies whose weights are elsewhere. May be ``async``.
 
     Raises:
         TypeError: if ``policy`` is no policy.
-        ValueError: if ``policy`` does not generate one answer per prompt from a distribution that can be
-            computed from its model's, no stop token is known, ``temperature`` differs from the policy's,
-            or a number is out of range.
+        ValueError: if the policy does not sample one answer per prompt from a distribution that its
+            model gives, no stop token is known, its ``temperature`` is another, or a number is out of
+            range.
 
     Examples:
         >>> policy = TransformersWrapper(  # doctest: +SKIP

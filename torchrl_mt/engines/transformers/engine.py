@@ -45,55 +45,40 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine(StaysInProcess):
     """Sample from a Hugging Face causal language model, many conversations at once.
 
-    The engine generates with a *view* of the model: it shares its parameters, and the hooks that it has
-    now, but has its own train/eval mode and attention implementation. If the model is moved or
-    converted (``model.cuda()``, ``model.half()``), the engine follows before its next step: running
-    requests are computed again there. So the model may be moved and trained between two rollouts, but
-    not *while* tokens are sampled. For that, pass ``share_weights=False``: the engine then has a copy
-    of the weights, which :meth:`update_weights` refreshes.
-
-    One background thread, started by the first request, does the work. The default sizes suit small
-    models on a CPU.
-
-    Vision-language models (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA) take prompts with images if the engine
-    has their processor. Their image and video tokens are never sampled, also not after prompts without
-    images: log-probabilities are of the distribution without them. An image goes through the vision
-    tower once, until the weights change.
+    The engine shares the model's parameters, so do not train the model *while* tokens are sampled, or
+    give ``share_weights=False`` and refresh the engine's copy with :meth:`update_weights`
+    (:doc:`/engines`). Sampling is from the model's own distribution unless sampling parameters change
+    it. One background thread, started by the first request, does the work. Image and video tokens of
+    vision-language models are never sampled (:doc:`/images`).
 
     Args:
         model: a causal language model, or a PEFT model of one. Of its generation config, only the stop
-            tokens are used: sampling is from the model's own distribution unless sampling parameters
-            change it.
-        tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops an answer.
-            If ``None``, the processor's.
-        processor: the model's processor, for prompts with images; not needed if it is given in place of
-            the tokenizer.
+            tokens are used.
+        tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops an answer. If
+            ``None``, the processor's.
+        processor: the model's processor, for prompts with images, unless ``tokenizer`` is one.
         temperature: divides the logits, also for log-probabilities: give the same value to
-            ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token is chosen, with
-            log-probability 0.
+            ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token, with log-probability 0.
         top_k: draw from the ``top_k`` likeliest tokens only; 0 or ``None`` keeps all.
         top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this; 1 or
             ``None`` keeps all.
-        min_p: draw from the tokens only whose probability is at least this share of the likeliest
-            one's; 0 or ``None`` keeps all.
+        min_p: draw from the tokens only whose probability is at least this share of the likeliest one's;
+            0 or ``None`` keeps all.
         seed: the same requests in the same order get the same answers, up to rounding, which depends on
-            the rest of the batch. If ``None``, drawn once from torch's global generator; sampling does
+            the rest of the batch. ``None`` draws one from torch's global generator, once; sampling does
             not use that generator.
         max_new_tokens: maximum length of an answer, unless a request sets another.
-        max_batch_tokens: maximum number of tokens in a forward pass.
-        cache_tokens: maximum number of tokens in the cache, over all conversations and prefixes kept for
-            later turns. Memory is allocated when needed and freed by :meth:`update_weights`. With
-            padding and spare room, it may hold three times as many. The vision tower's outputs are kept
-            for as many image tokens at most.
+        max_batch_tokens: maximum number of tokens in a forward pass. The default suits a small model on
+            a CPU.
+        cache_tokens: maximum number of tokens in the cache, kept prefixes included; as many image tokens
+            are kept besides. Padding and spare room may triple its memory. ``update_weights`` frees it.
         prefix_sharing: reuse the cache of a common prefix across turns and within a group.
         share_weights: generate with the parameters of ``model``; if false, with a copy.
 
     Raises:
         TypeError: if ``model`` is not a transformers model, or ``processor`` is of no supported family.
-        ValueError: if no stop token is known, a size is not positive, a sampling parameter is out of
-            range, ``processor`` does not belong to model and tokenizer, the model is divided among ranks
-            (``fully_shard``), or it caches anything but keys and values of every token (recurrent models
-            do).
+        ValueError: if no stop token is known, a number is out of range, ``processor`` does not belong to
+            model and tokenizer, ranks divide the model, or it caches more than keys and values.
 
     Examples:
         >>> engine = TransformersEngine(model, tokenizer)  # doctest: +SKIP

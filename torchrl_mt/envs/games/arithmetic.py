@@ -42,55 +42,44 @@ _MAX_DRAWS = 1000
 class Arithmetic(GameEnv):
     """Compute the value of an expression, with a calculator at hand.
 
-    A response may contain:
-
-    - ``<answer>84</answer>``, which ends the episode. The reward is 1 for the right value (an integer, a
-      decimal number, or a fraction in lowest terms such as ``3/2``), else ``wrong_reward``. The last of
-      several answers counts, and calls in the same response are not run.
-    - ``<calc>3 + 4</calc>``, which calls the calculator (:func:`~torchrl_mt.envs.calculate`). One
-      message answers all calls of a response, at most 16, with a line each: an integer, a fraction in
-      lowest terms, or ``error:`` and the reason.
-
-    If it contains neither, the reply is a hint. An episode without an answer after ``turns`` responses
-    is truncated. At the end, ``info`` has ``correct``, the ``answer`` as written (or ``None``), the
+    A response may contain ``<calc>3 + 4</calc>``, which calls the calculator
+    (:func:`~torchrl_mt.envs.calculate`), at most 16 times a response: one message answers with a line
+    for each call, the value or ``error:`` and the reason. ``<answer>84</answer>`` ends the episode. The
+    reward is 1 for the right value (an integer, a decimal number, or a fraction in lowest terms such as
+    ``3/2``), else ``wrong_reward``. The last of several answers counts, and calls beside it are not run.
+    Without either, the reply is a hint. An episode without an answer after ``turns`` responses is
+    truncated. At its end, ``info`` has ``correct``, the ``answer`` as written (or ``None``), the
     ``expected`` value and the number of ``calls``.
 
     The episode's data sets the expression: ``{"expression": "(3 + 4) * 12"}``, or any text with its
     ``"answer"`` (a number, or text such as ``"3/2"``), or ``{"seed": 3}`` to draw it from that seed.
-    So episodes that share data share their expression. Other data, or none, draws a new one.
+    Other data, or none, draws a new one.
 
     Args:
         operands: number of operands in an expression.
         operators: operators to draw from, out of ``+ - * / // % **``; exponents are drawn from 0 to 3.
-        depth: maximum nesting: 1 is a single operation, and ``n`` operands need at least
-            ``ceil(log2(n))``. Any depth if ``None``.
+        depth: maximum nesting (1: a single operation), at least ``ceil(log2(operands))``; ``None``: any.
         digits: operands are drawn from 1 to ``10 ** digits - 1``.
         turns: maximum number of responses in an episode.
-        call_operators: maximum number of operators in a call. If ``None``, any number, so one call can
-            compute the whole expression; if 1, every operation needs a call.
+        call_operators: maximum operators in a call; any if ``None``. At 1, every operation needs a call.
         tool_role: role of the calculator's messages; ``"tool"`` for chat templates that know it.
         wrong_reward: reward of a well-formed wrong answer.
-        format_penalty: subtracted from the reward of a response that has neither a call nor an answer,
-            or an answer that is no number.
+        format_penalty: subtracted for a response without a call or a well-formed answer.
         call_cost: subtracted from the reward for every call.
         prompt: the opening message; ``{expression}`` is filled in.
         seed: seed of the expressions of episodes whose data has none.
 
     Raises:
-        ValueError: if a number is below 1, an operator is unknown, ``depth`` is too small for
-            ``operands``, the calculator can compute no drawn expression, ``prompt`` lacks
-            ``{expression}``, or ``call_operators`` is used with ``"/"``, whose results contain an
-            operator.
+        ValueError: if a number is below 1, an operator is unknown, ``prompt`` lacks ``{expression}``, or
+            arguments do not fit (``depth`` and ``operands``; ``call_operators`` and ``"/"``).
 
     Examples:
         >>> env = Arithmetic(tool_role="tool")
-        >>> env.reset({"expression": "(3 + 4) * 12"})[0]["content"].splitlines()[0]
-        'Compute (3 + 4) * 12'
+        >>> opening = env.reset({"expression": "(3 + 4) * 12"})
         >>> env.step("First <calc>3 + 4</calc>").messages
         ({'role': 'tool', 'content': '7'},)
-        >>> step = env.step("<answer>84</answer>")
-        >>> step.reward, step.terminated
-        (1.0, True)
+        >>> env.step("<answer>84</answer>").reward
+        1.0
     """
 
     _data_keys = ("expression", "answer", "seed")

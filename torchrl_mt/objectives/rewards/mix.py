@@ -49,18 +49,16 @@ class RewardMix(nn.Module):
 
     - ``"episode"``: as ``("rewards", "full")`` of the rows does;
     - a source that answers ``[n, S]``: on the tokens of its answer. A reward on a token that was not
-      sampled moves to the last sampled token before it in the row; in a row without sampled tokens,
-      to the last one before it in the episode;
+      sampled moves to the last sampled token before it in the row; in a row without sampled tokens, to
+      the last one before it in the episode;
     - a source that answers ``[n]``: on the last sampled token of the *episode*. Only the score of the
       row that holds this token is read. Reward models and remote servers are asked only about it.
 
     Each source is called once, with copies of the rows whose labels give it a weight.
 
     Args:
-        recipe: One source; ``(source, weight)`` pairs; or a mapping from label to such pairs. Without
-            a mapping, labels are not read and metrics call all rows ``"default"``. With one, every
-            label needs a recipe of its own; ``"default"`` is for rows without a label (the entry is
-            missing or ``None``).
+        recipe: One source; ``(source, weight)`` pairs; or a mapping from label to such pairs, in which
+            ``"default"`` is for rows without a label (:doc:`/learning`).
         transform: Applied to the sum by :meth:`transformed`; nothing by default.
         passes: How rows are cut into forward passes of reward models.
 
@@ -73,18 +71,12 @@ class RewardMix(nn.Module):
         >>> from torchrl_mt.objectives.functional.time.episodes import index_episodes
         >>> mask = torch.tensor([[True, True], [True, False]])
         >>> rows = TensorDict({"rewards": {"full": torch.tensor([[0.0, 1.0], [0.0, 0.0]])}}, [2])
-        >>> rows["label"] = ["maths", "chat"]
-        >>> mix = RewardMix({
-        ...     "maths": [("episode", 1.0)],
-        ...     "chat": [("episode", 1.0), (lambda rows: torch.full((len(rows),), 4.0), 0.5)],
-        ... })
+        >>> mix = RewardMix([("episode", 1.0), (lambda rows: torch.full((len(rows),), 4.0), 0.5)])
         >>> turns, episode = torch.zeros(2, 2, dtype=torch.long), torch.tensor([0, 1])
         >>> reward, metrics = mix(rows, index_episodes(mask, turns, episode))
         >>> reward
-        tensor([[0., 1.],
+        tensor([[0., 3.],
                 [2., 0.]])
-        >>> metrics["reward/maths/episode/mean"]
-        1.0
     """
 
     def __init__(

@@ -42,21 +42,19 @@ class TextReward:
     """Reward source that calls a function of texts.
 
     The function is called once for all episodes, as ``fn(prompts, completions, *, messages=...,
-    **columns)``; every argument is a list with one element per episode. It returns a list with one
-    number per episode, which is the reward of its last sampled token, or one list per episode with a
-    number for each of its turns. It may be ``async``. Only what it has parameters for is passed;
-    everything if it takes ``**kwargs``. Pass the source as ``reward`` to
-    :class:`~torchrl_mt.objectives.ExperienceMaker`.
+    **columns)``; every argument is a list with one element per episode. It returns one number per
+    episode, which is the reward of its last sampled token, or one list per episode with a number for
+    each of its turns. It may be ``async``. Only what it has parameters for is passed; everything if it
+    takes ``**kwargs``.
 
-    - ``prompts``: the text of each episode's last row before its first sampled token.
-    - ``completions``: the rest of the row, the environment's messages included. An episode has several
-      rows if its history was cut; the last row has what the model saw at the end.
+    - ``prompts``, ``completions``: the text of each episode's last row before its first sampled token,
+      and the rest of the row, the environment's messages included. (An episode has several rows if its
+      history was cut; the last one has what the model saw at the end.)
     - ``messages``: the messages of the whole episode, if the rows have ``"text"``, as
       ``MergeTurns(carry=("text", ...))`` writes it; else ``None``.
-    - ``images``: the images of each episode's last row, a tuple of
-      :class:`~torchrl_mt.vision.StoredImage` in the order of its text, if the rows have them.
-    - ``columns``: entries of the items that ``MergeTurns(carry=...)`` brought to the rows, such as
-      ``reference``.
+    - ``images``: the images of each episode's last row, a tuple in the order of its text
+      (:doc:`/images`).
+    - ``columns``: other entries of the items that ``carry`` brought to the rows, such as ``reference``.
 
     Args:
         fn: The function.
@@ -69,25 +67,18 @@ class TextReward:
         TypeError: If ``fn`` is not callable or ``tokenizer`` cannot decode.
 
     Examples:
-        >>> from tensordict import NonTensorStack, TensorDict
+        >>> from tensordict import TensorDict
         >>> from torchrl_mt.testing import tiny_chat_tokenizer
+        >>> def is_right(completions):
+        ...     return [float("seven" in said) for said in completions]
         >>> tokenizer = tiny_chat_tokenizer("seven eight")
-        >>> def is_right(prompts, completions, reference):
-        ...     return [float(ref in said) for said, ref in zip(completions, reference)]
-        >>> tokens = tokenizer(["<user> <end> seven", "<user> <end> eight"])["input_ids"]
-        >>> sampled = torch.tensor([[False, False, True]] * 2)
-        >>> rows = TensorDict({
-        ...     "tokens": {"full": torch.tensor(tokens)},
-        ...     "masks": {
-        ...         "all_attention_mask": torch.ones_like(sampled), "all_assistant_mask": sampled,
-        ...     },
-        ...     "turns": {"full": torch.zeros(2, 3, dtype=torch.long)},
-        ...     "episode": torch.arange(2),
-        ...     "reference": NonTensorStack("seven", "seven"),
-        ... }, [2])
+        >>> tokens = torch.tensor(tokenizer(["<user> seven", "<user> eight"])["input_ids"])
+        >>> masks = {"all_attention_mask": tokens >= 0, "all_assistant_mask": tokens > 3}
+        >>> rows = TensorDict({"tokens": {"full": tokens}, "masks": masks}, [2])
+        >>> rows["turns"], rows["episode"] = {"full": 0 * tokens}, torch.arange(2)
         >>> TextReward(is_right, tokenizer)(rows)
-        tensor([[0., 0., 1.],
-                [0., 0., 0.]])
+        tensor([[0., 1.],
+                [0., 0.]])
     """
 
     def __init__(
