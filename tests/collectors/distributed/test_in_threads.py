@@ -219,7 +219,7 @@ def test_each_worker_may_have_a_factory_of_its_own(in_threads):
     with in_threads(Talk, [SeededEngine, Picky], items(4), **OPTIONS) as collector:
         assert len(list(collector)) == 1
         engines = [
-            type(each.host._worker._engine._engine) for each in in_threads.backends[-1].started
+            type(each.host._object._engine._engine) for each in in_threads.backends[-1].started
         ]
     assert set(engines) == {SeededEngine, Picky}
 
