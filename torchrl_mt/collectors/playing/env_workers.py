@@ -114,7 +114,7 @@ class _Worker:
         args = (_Envs, self._pickled)
         self._process = WorkerProcess(Host, args, "torchrl_mt-env", EnvWorkerError, daemon=True)
         self._known: set[int] = set()
-        begun = self._process.call("begin")
+        begun = self._begun = self._process.call("begin")
         self._process.ended.add_done_callback(lambda _: self._died(begun))
 
     def _died(self, begun: Future[None]) -> None:
@@ -139,7 +139,9 @@ class _Worker:
                 raise EnvWorkerError("the process that ran the episode's environment is gone.")
             if method == "close_env":
                 self._known.discard(env)
-            outcome = self._process.call(method, env, context.current.get(None), *args)
+            process, begun = self._process, self._begun
+        await asyncio.wrap_future(begun)  # Or what dies in the call would seem to have died before.
+        outcome = process.call(method, env, context.current.get(None), *args)
         return await asyncio.wrap_future(outcome)
 
     def ask_to_end(self) -> None:
