@@ -28,10 +28,11 @@ from torchrl_mt.collectors import (
     RayMultiTurnCollector,
     Turn,
 )
-from torchrl_mt.collectors.distributed.messages import Played, answer
+from torchrl_mt.collectors.distributed.messages import Played
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.processes import answer
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 STEPS, STEP_SECONDS = 4, 0.005

@@ -1,15 +1,26 @@
-"""What is sent between processes arrives, or says why not; processes end."""
+"""What is sent between processes arrives, or says why not; processes answer every call, and end."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
+from concurrent.futures import Future
 
 import psutil
 import pytest
 
-from torchrl_mt.processes import copyable_error, end_process, pickle_argument, start_process
+from tests.waiting import wait_until
+from torchrl_mt.processes import (
+    WorkerProcess,
+    answer,
+    failure,
+    pickle_argument,
+    read_answer,
+    read_failure,
+)
+from torchrl_mt.threads import start_daemon
 
 
 class Unmakeable(Exception):
@@ -27,29 +38,73 @@ def raised(error):
 
 
 def test_errors_arrive_as_they_are_or_as_text():
-    error = ValueError("a number was expected.")
-    assert copyable_error(error) is error
-    arrived = pickle.loads(pickle.dumps(copyable_error(raised(Unmakeable("why", 1)))))
+    error = raised(ValueError("a number was expected."))
+    arrived = read_failure(failure(error))
+    assert (type(arrived), arrived.args) == (ValueError, error.args)
+    assert "in raised" in str(arrived.__cause__)
+    arrived = read_failure(failure(raised(Unmakeable("why", 1))))
     assert type(arrived) is RuntimeError
     assert str(arrived).startswith("Unmakeable: why\nTraceback")
     assert "in raised" in str(arrived)
     error.lock = threading.Lock()
-    assert type(copyable_error(error)) is RuntimeError
+    assert type(read_failure(failure(error))) is RuntimeError
 
 
 def test_what_cannot_be_sent_is_named():
-    class Local:
-        pass
-
-    with pytest.raises(TypeError, match=r"make_env is sent .* in a module\."):
-        pickle_argument("make_env", Local)
+    with pytest.raises(TypeError, match=r"make_env is sent .* makes it\."):
+        pickle_argument("make_env", threading.Lock())
     assert pickle.loads(pickle_argument("make_env", Unmakeable)) is Unmakeable
+    with pytest.raises(TypeError, match="the result of a call was sent"):
+        read_answer(*answer(Unmakeable("why", 1)))
+
+
+class Died(Exception):
+    """A process is gone."""
+
+
+class Sleeper:
+    """Sleeps for seconds, and may have a fork."""
+
+    def __init__(self, fork=False):
+        self.child = os.fork() if fork else None
+        if self.child == 0:
+            time.sleep(1000)
+
+    def call(self, method, args, shared):
+        outcome = Future()
+        start_daemon(self._work, outcome, *pickle.loads(args))
+        return outcome
+
+    def _work(self, outcome, seconds):
+        time.sleep(seconds)
+        outcome.set_result(answer((seconds, self.child)))
+
+    def close(self):
+        time.sleep(0 if self.child is None else 1000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "code"), [(0, 0), (1000, -9)])
-def test_a_process_ends_by_itself_or_is_killed(seconds, code):
-    process = start_process(time.sleep, (seconds,), "sleeper")
-    assert end_process(process, 0.5 if seconds else 1000) == code
-    assert end_process(process, 1000) == code
+def test_a_process_answers_every_call_and_ends_by_itself():
+    process = WorkerProcess(Sleeper, (), "sleeper", Died)
+    late, soon = process.call("sleep", 1000.0), process.call("sleep", 0.0)
+    assert soon.result() == (0.0, None)
+    assert not late.done()
+    process.ask_to_end()
+    process.end(1000)
+    for call in (late, process.ended, process.call("sleep", 0.0)):
+        with pytest.raises(Died, match=rf"sleeper \(pid {process.pid}\) has ended .* 0\."):
+            call.result()
     assert not psutil.pid_exists(process.pid)
+
+
+@pytest.mark.slow
+def test_a_process_is_killed_and_missed_though_a_fork_has_its_pipe():
+    process = WorkerProcess(Sleeper, (True,), "sleeper", Died)
+    _, child = process.call("sleep", 0.0).result()
+    late = process.call("sleep", 1000.0)
+    process.ask_to_end()
+    process.end(0.5)
+    with pytest.raises(Died, match="exit code -9"):
+        late.result()
+    os.kill(child, 9)
+    wait_until(lambda: not psutil.pid_exists(process.pid))

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.bridges.cua_bench.fake_worker import FakeWorker
+from tests.bridges.cua_bench.held_servers import taken
 from tests.bridges.cua_bench.test_computer_env import TASKS, env_on
 from tests.bridges.cua_bench.test_worker import answered
 from tests.collectors.scripted import ScriptedEngine
@@ -60,7 +61,7 @@ def collect(servers, tokenizer, episodes, **kwargs):
     with MultiTurnCollector(env, engine, data, total_episodes=episodes, **settings) as made:
         batches = list(made)
         stats = made.stats()
-    assert leases._taken == set()
+    assert taken() == set()
     for server in servers:
         assert server.active == {}
         assert server.ended_by_reset == 0

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bridges.cua_bench.fake_worker import FakeWorker, acting, png
+from tests.bridges.cua_bench.held_servers import taken
 from tests.faulty_server import running, status, success
 from tests.tiers import examples
 from torchrl_mt.bridges.cua_bench import ComputerEnv, ComputerError, leases
@@ -152,12 +153,12 @@ def test_an_end_by_the_server_leaves_out_the_rest(server):
 def test_a_server_is_free_when_its_episode_is_over_or_forgotten(server):
     env = env_on(server)
     play(env, [acting("done()")], close=False)
-    assert leases._taken == set()
+    assert taken() == set()
     play(env, [acting("wait()")], close=False)
-    assert leases._taken == {server.url}
+    assert taken() == {server.url}
     del env
     gc.collect()
-    assert leases._taken == set()
+    assert taken() == set()
 
 
 def test_no_step_without_an_episode_or_after_one_that_failed(server):
@@ -177,7 +178,7 @@ def test_no_step_without_an_episode_or_after_one_that_failed(server):
     with pytest.raises(RuntimeError, match="call reset first"):
         asyncio.run(main(acting("wait()")))
     asyncio.run(env.close())
-    leases._pauses.clear()
+    leases._loads.clear()
 
 
 # ---- tasks --------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from uuid import uuid4
 
 import pytest
 
+from tests.bridges.cua_bench.held_servers import taken
 from tests.tiers import few_or_many
+from torchrl_mt import server_load
 from torchrl_mt.bridges.cua_bench import leases
 from torchrl_mt.bridges.cua_bench.leases import lease
 
@@ -22,9 +24,9 @@ def servers():
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
     yield
-    assert leases._taken == set()
+    assert taken() == set()
     assert leases._waiting == []
-    leases._pauses.clear()
+    leases._loads.clear()
 
 
 async def failing(servers, failed=True):
@@ -99,7 +101,7 @@ def test_who_comes_first_is_served_first_and_servers_take_turns(servers):
         held[1].end()
         held[0].end()
         got = [await waiting[0], await waiting[2]]
-        assert [one.server for one in got] == [servers[1], servers[0]]
+        assert [one.server for one in got] == servers[:2]
         held[2].end()
         last = await waiting[3]
         assert last.server == servers[2]
@@ -108,9 +110,9 @@ def test_who_comes_first_is_served_first_and_servers_take_turns(servers):
         (await picky).end()
         got[1].end()
         got[0].end()
-        free_longest = await lease(servers)
-        assert free_longest.server == servers[2]
-        free_longest.end()
+        taken_first = await lease(servers)
+        assert taken_first.server == servers[0]
+        taken_first.end()
 
     asyncio.run(main())
 
@@ -128,7 +130,7 @@ def test_a_waiter_whose_loop_is_closed_keeps_no_server(servers):
     loop.close()
     held.end()
     assert asyncio.run(lease(servers)).server == servers[1]
-    assert servers[0] not in leases._taken
+    assert asyncio.run(lease(servers[:1])).server == servers[0]
     waiting._log_destroy_pending = False
     with pytest.raises(GeneratorExit):
         waiting.get_coro().throw(GeneratorExit)
@@ -139,9 +141,9 @@ def test_a_waiter_whose_loop_is_closed_keeps_no_server(servers):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still; a waiter looks at it when its event loop's time is over."""
+    """The clock of pauses, which stands still."""
     now = [1000.0]
-    monkeypatch.setattr(leases.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_load, "monotonic", lambda: now[0])
     return now
 
 
@@ -170,15 +172,16 @@ def test_pauses_double_to_a_minute_and_a_success_ends_them(servers, clock):
         seconds = []
         for _ in range(8):
             await failing(servers[:1])
-            seconds.append(leases._pauses[servers[0]].until - clock[0])
+            load = leases._loads[servers[0]]
+            seconds.append(load.away_until - clock[0])
             clock[0] += 100.0
         assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
         await failing(servers[:1], failed=None)
-        assert servers[0] in leases._pauses
+        assert load.pause == 60.0
         await failing(servers[:1], failed=False)
-        assert servers[0] not in leases._pauses
+        assert load.away_until == 0.0
         await failing(servers[:1])
-        assert leases._pauses[servers[0]].until == clock[0] + 1.0
+        assert load.away_until == clock[0] + 1.0
 
     asyncio.run(main())
 
@@ -197,7 +200,7 @@ def test_if_all_failed_the_one_whose_pause_ends_first_is_tried_at_once(servers, 
         held.failed = True
         held.end()
         got = await waiting
-        assert got.server == servers[1]
+        assert got.server == servers[0]
         got.end()
 
     asyncio.run(main())

@@ -17,9 +17,9 @@ from torchrl_mt.collectors import MultiProcessCollector, RayMultiTurnCollector
 from torchrl_mt.collectors.distributed import collector as module
 from torchrl_mt.collectors.distributed import workers
 from torchrl_mt.collectors.distributed.backend import WorkerDied
-from torchrl_mt.collectors.distributed.messages import read_answer
-from torchrl_mt.collectors.distributed.worker import WorkerHost
-from torchrl_mt.processes import pickled
+from torchrl_mt.collectors.distributed.worker import EpisodeWorker
+from torchrl_mt.collectors.event_loop.host import Host
+from torchrl_mt.processes import pickled, read_answer
 from torchrl_mt.threads import settle, start_daemon
 
 
@@ -37,7 +37,7 @@ class ThreadHandle:
         start_daemon(self._make, setup, index, seed)
 
     def _make(self, setup, index, seed):
-        self.host = WorkerHost(setup, index, seed)
+        self.host = Host(EpisodeWorker.of, setup, index, seed)
         self._made.set_result(None)
 
     def call(self, method, *args, shared=None):

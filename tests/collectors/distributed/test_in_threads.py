@@ -219,7 +219,7 @@ def test_each_worker_may_have_a_factory_of_its_own(in_threads):
     with in_threads(Talk, [SeededEngine, Picky], items(4), **OPTIONS) as collector:
         assert len(list(collector)) == 1
         engines = [
-            type(each.host._worker._engine._engine) for each in in_threads.backends[-1].started
+            type(each.host._object._engine._engine) for each in in_threads.backends[-1].started
         ]
     assert set(engines) == {SeededEngine, Picky}
 
@@ -348,7 +348,10 @@ class Unreadable:
             threading.Lock(),
             r"pickling the item \{'k': 1, 'thing': <unlocked _thread\.lock.* raised ",
         ),
-        (Unreadable(), r"the item was sent to a worker, but unpickling it there raised ValueError"),
+        (
+            Unreadable(),
+            r"the item was sent to another process, but unpickling it there raised Val",
+        ),
     ],
 )
 def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said):
@@ -387,7 +390,7 @@ def test_bad_data_leaves_no_workers(in_threads):
         (SeededEngine(), {}, "policy_factory must be a function that makes an engine"),
         (3, {}, "policy_factory must be a function .* got a int"),
         ([SeededEngine], {}, "one for each of num_collectors=2, got 1"),
-        (SeededEngine, {"env": threading.Lock()}, "env is sent to the workers"),
+        (SeededEngine, {"env": threading.Lock()}, "env is sent to other processes"),
         (
             SeededEngine,
             {"options": CollectorOptions(agents=AgentOptions(port=8000))},

@@ -14,12 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from torchrl_mt.collectors import Episode, Turn
-from torchrl_mt.collectors.distributed.messages import (
-    Played,
-    answer,
-    read_answer,
-    read_failure,
-)
+from torchrl_mt.collectors.distributed.messages import Played
 from torchrl_mt.collectors.distributed.weights import (
     PackedWeights,
     PickledWeights,
@@ -29,6 +24,7 @@ from torchrl_mt.collectors.distributed.weights import (
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines import Completion
+from torchrl_mt.processes import answer, read_answer, read_failure
 from torchrl_mt.vision import StoredImage
 
 
@@ -79,7 +75,7 @@ def test_errors_arrive_with_their_traceback_and_what_cannot_be_sent_is_an_error(
     arrived = read_failure(read_answer(*answer(played)).error)
     assert (type(arrived), arrived.cause, str(arrived)) == (Rejected, "declined", "for a reason")
     assert "in fail" in str(arrived.__cause__)
-    with pytest.raises(TypeError, match=r"puts into an episode .* pickling it raised"):
+    with pytest.raises(TypeError, match=r"an engine returns .* pickling it raised"):
         read_answer(*answer(threading.Lock()))
 
 

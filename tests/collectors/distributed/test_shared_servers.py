@@ -74,7 +74,7 @@ def collect(kind, servers, in_threads, tmp_path):
 def engines_of(in_threads):
     started = in_threads.backends[-1].started
     living = [each.host for each in started if each.gone is None and each.host is not None]
-    return [host._worker._engine for host in living]
+    return [host._object._engine for host in living]
 
 
 def lacks(collector, url):

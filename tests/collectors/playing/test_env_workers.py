@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -162,7 +163,7 @@ def test_processes_end_with_the_one_that_made_them(engine):
 
 def test_bad_input_is_named(engine):
     class Local(Tells):
-        pass
+        lock = threading.Lock()
 
     class Flow:
         async def arun_episode(self, engine, data):

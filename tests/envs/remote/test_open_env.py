@@ -40,7 +40,7 @@ OPENING = {"observation": {"messages": [{"role": "user", "content": "begin"}]}, 
 @pytest.fixture(autouse=True)
 def fresh_servers(monkeypatch):
     """What a test finds out about servers is forgotten."""
-    monkeypatch.setattr(session_module, "_servers", session_module._Servers())
+    monkeypatch.setattr(session_module, "_servers", {})
 
 
 class Fake:
@@ -452,7 +452,7 @@ def test_a_cancelled_call_ends_its_session(call):
         await fake.gone()
         with pytest.raises((OpenEnvConnectionError, RuntimeError), match=r"cancelled|await reset"):
             await env.step("b")
-        assert not session_module._servers._sessions
+        assert not any(each.running for each in session_module._servers.values())
 
     at(fake, check)
 
@@ -563,7 +563,7 @@ def test_a_session_goes_where_the_fewest_are():
             await asyncio.gather(*(env.reset() for env in envs))
             assert [fake.open for fake in fakes] == [3, 3, 3]
             await asyncio.gather(*(env.close() for env in envs))
-            assert not session_module._servers._sessions
+            assert not any(each.running for each in session_module._servers.values())
 
     asyncio.run(main())
 

@@ -131,7 +131,7 @@ def test_a_worker_that_dies_is_replaced_at_its_address(caplog):
             assert other.pid == stays
     warnings = [r.getMessage() for r in caplog.records if r.name == "torchrl_mt"]
     assert len(warnings) == 3
-    assert all(f"{one.api_url} ended with exit code -9" in text for text in warnings)
+    assert all(one.api_url in text and "ended with exit code -9" in text for text in warnings)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_worker_that_always_dies_at_once_is_given_up(tmp_path, caplog):
         wait_until(lambda: not one._supervisor.is_alive())
         assert isinstance(one.error, WorkerError)
         assert "died at once 5 times in a row and is given up" in str(one.error)
-        assert "ended with exit code 7" in str(one.error)
+        assert "has ended with exit code 7" in str(one.error)
         assert "given up" in repr(one)
         with pytest.raises(OSError, match="refused"):
             health(one.api_url)
@@ -280,7 +280,7 @@ def test_workers_end_with_the_process_that_made_them(how):
         ((0, Counts), {}, ValueError, "n_workers must be a positive integer, got 0"),
         ((2.5, Counts), {}, ValueError, r"n_workers must be a positive integer, got 2\.5"),
         ((1, Counts()), {}, TypeError, "make_env must be the class"),
-        ((1, lambda: None), {}, TypeError, "make_env is sent to other processes"),
+        ((1, threading.Lock().acquire), {}, TypeError, "make_env is sent to other processes"),
         ((1, Counts), {"timeout": 0.0}, ValueError, "timeout must be positive, got 0"),
         ((1, Counts), {"port": 70000}, ValueError, "port must be"),
         ((2, Counts), {"port": 65535}, ValueError, "port must be"),
@@ -293,6 +293,6 @@ def test_workers_end_with_the_process_that_made_them(how):
     ],
 )
 def test_bad_input_is_named_before_anything_starts(monkeypatch, args, kwargs, error, message):
-    monkeypatch.setattr(module, "start_process", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(error, match=message):
         asyncio.run(create_workers(*args, **kwargs))

@@ -8,12 +8,11 @@ doubles with each further failure; it is tried at once only where there is no ot
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from time import monotonic
+
+from torchrl_mt.server_load import ServerLoad, choose
 
 __all__ = ["Lease", "lease"]
 
@@ -21,74 +20,77 @@ _FIRST_PAUSE = 1.0
 """Seconds that a server is set aside after its first failure."""
 _LONGEST_PAUSE = 60.0
 """Most seconds that a server is set aside."""
+_LOOK_SECONDS = 0.02
+"""How often one who waits looks for a free server."""
+_GONE_SECONDS = 1.0
+"""Whoever has not looked for so long has lost its turn: its event loop may have ended."""
+
+_lock = threading.RLock()  # A lease may be garbage collected while the same thread holds the lock.
+_loads: dict[str, ServerLoad] = {}
+_waiting: list[_Waiter] = []
 
 
 class Lease:
     """A server that nobody else in this process has, until :meth:`end`."""
 
-    def __init__(self, server: str) -> None:
-        self.server = server
+    def __init__(self, load: ServerLoad) -> None:
+        self.server = load.address
         """Address of the server."""
         self.failed: bool | None = None
         """Whether the server failed, which its holder says; None if it was asked nothing."""
-        self._ended = False
+        self._load: ServerLoad | None = load
 
     def end(self) -> None:
         """Give the server to the one who waits longest for it; ending again does nothing."""
         with _lock:
-            ended, self._ended = self._ended, True
-        if not ended:
-            _give_back(self.server, self.failed)
+            load, self._load = self._load, None
+            if load is None:
+                return
+            load.end()
+            if self.failed:
+                load.fail(_FIRST_PAUSE, _LONGEST_PAUSE)
+            elif self.failed is False:
+                load.works()
 
     def __del__(self) -> None:
         self.end()
 
 
-@dataclass(frozen=True)
-class _Pause:
-    """A server is set aside; the record stays until it succeeds."""
-
-    until: float
-    seconds: float
-
-
 class _Waiter:
     """One who waits for any of several servers."""
 
-    def __init__(self, servers: Sequence[str]) -> None:
-        self.servers = frozenset(servers)
-        self.loop = asyncio.get_running_loop()
-        self.changed = asyncio.Event()
-        """Set when the waiter has a lease, or when one of its servers is set aside."""
-        self.lease: Lease | None = None
+    def __init__(self, loads: Sequence[ServerLoad]) -> None:
+        self.loads = loads
+        self.looked = monotonic()
 
-    def choose(self, free: Iterable[str]) -> str | None:
-        """A free server that may be had now: one that never failed if possible, free for longest."""
-        mine = [one for one in free if one in self.servers and one not in _taken]
-        ready = [one for one in mine if not _is_aside(one)]
-        if ready:
-            return min(ready, key=lambda one: (one in _pauses, _last_end.get(one, 0)))
-        if mine and all(map(_is_aside, self.servers)):  # Waiting would only delay the failure.
-            return min(mine, key=_pause_end)
+    def choose(self, taken: set[ServerLoad]) -> ServerLoad | None:
+        """A free server that may be had now."""
+        mine = [one for one in self.loads if not one.running and one not in taken]
+        # If all are set aside, waiting would only delay the failure.
+        if any(one.is_open for one in mine) or all(one.is_away for one in self.loads):
+            never_failed = [one for one in mine if not one.away_until]
+            return choose(never_failed or mine) if mine else None
         return None
 
-    def seconds(self) -> float | None:
-        """Seconds until a pause of a free server ends; None if there is none."""
-        aside = [one for one in list(_pauses) if one in self.servers and one not in _taken]
-        ends = min(map(_pause_end, aside), default=None)
-        return None if ends is None else max(0.0, ends - time.monotonic())
-
-
-_lock = threading.RLock()  # A lease may be garbage collected while the same thread holds the lock.
-_taken: set[str] = set()
-_waiting: list[_Waiter] = []
-_pauses: dict[str, _Pause] = {}
-_last_end: dict[str, int] = {}
-_ends = itertools.count(1)
+    def take(self) -> ServerLoad | None:
+        """Take a server that those who wait for longer leave."""
+        with _lock:
+            self.looked = monotonic()
+            if all(one.running for one in self.loads):
+                return None
+            taken: set[ServerLoad] = set()
+            for each in _waiting[: _waiting.index(self)]:
+                left = each.choose(taken) if self.looked - each.looked < _GONE_SECONDS else None
+                if left is not None:
+                    taken.add(left)
+            mine = self.choose(taken)
+            if mine is not None:
+                mine.begin()
+            return mine
 
 
 async def lease(servers: Sequence[str]) -> Lease:
-    """Wait for a free server and take it; of several, the one that was free longest.
+    """Wait for a free server and take it; of several, the one that was taken longest ago.
 
     A server that failed comes last, and not before its pause is over unless all of them have one.
 
@@ -108,77 +110,13 @@ async def lease(servers: Sequence[str]) -> Lease:
         >>> asyncio.run(main())
         ('http://a', 'http://b', 'http://b')
     """
-    waiter = _Waiter(servers)
     with _lock:
+        waiter = _Waiter([_loads.setdefault(one, ServerLoad(one)) for one in servers])
         _waiting.append(waiter)
-        _serve(servers)
     try:
-        while waiter.lease is None:
-            with _lock:
-                waiter.changed.clear()
-                _serve([])  # A pause may be over.
-                seconds = waiter.seconds()
-            if waiter.lease is None:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(waiter.changed.wait(), seconds)
-    except BaseException:
-        with _lock, suppress(ValueError):
+        while (load := waiter.take()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return Lease(load)
+    finally:
+        with _lock:
             _waiting.remove(waiter)
-        if waiter.lease is not None:  # It came in the same moment.
-            waiter.lease.end()
-        raise
-    return waiter.lease
-
-
-def _give_back(server: str, failed: bool | None) -> None:
-    """Free a server, for the first who waits for it and is still there."""
-    with _lock:
-        _last_end[server] = next(_ends)
-        if failed:
-            last = _pauses.get(server)
-            seconds = min(2 * last.seconds, _LONGEST_PAUSE) if last else _FIRST_PAUSE
-            _pauses[server] = _Pause(time.monotonic() + seconds, seconds)
-        elif failed is False:
-            _pauses.pop(server, None)
-        _taken.discard(server)
-        _serve([server])
-        if failed:
-            for waiter in [one for one in _waiting if server in one.servers]:
-                _wake(waiter)
-
-
-def _serve(servers: Iterable[str]) -> None:
-    """Give those of the servers that are free, and those whose pause is over, to waiters in order."""
-    free = [one for one in dict.fromkeys([*servers, *_pauses]) if one not in _taken]
-    for waiter in list(_waiting) if free else ():
-        server = waiter.choose(free)
-        # A lease that is garbage collected meanwhile may have taken the server or served the waiter.
-        if server is None or server in _taken:
-            continue
-        _taken.add(server)
-        if waiter not in _waiting:
-            _taken.discard(server)
-            continue
-        _waiting.remove(waiter)
-        waiter.lease = Lease(server)
-        if not _wake(waiter):
-            waiter.lease._ended = True
-            _taken.discard(server)
-
-
-def _wake(waiter: _Waiter) -> bool:
-    """Wake a waiter; False if its loop is closed."""
-    try:
-        waiter.loop.call_soon_threadsafe(waiter.changed.set)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _is_aside(server: str) -> bool:
-    return _pause_end(server) > time.monotonic()
-
-
-def _pause_end(server: str) -> float:
-    pause = _pauses.get(server)
-    return pause.until if pause else 0.0

@@ -39,7 +39,7 @@ class Handle(Protocol):
         """Tell the worker to close its environments and its engine, and do not wait."""
         ...
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float) -> object:
         """Wait for the worker to end, at most ``seconds``; then kill it."""
         ...
 

@@ -6,8 +6,6 @@ conversation share its tokens. Each image is in it once.
 
 from __future__ import annotations
 
-import pickle
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +14,9 @@ from tensordict import TensorDictBase
 
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.limits import StopReason
-from torchrl_mt.processes import copyable_error, pickled
+from torchrl_mt.processes import failure, pickled, received
 
-__all__ = [
-    "Played",
-    "Task",
-    "WorkerTraceback",
-    "answer",
-    "failure",
-    "read_answer",
-    "read_failure",
-    "received",
-]
+__all__ = ["Played", "Task"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +87,7 @@ class Played:
     seconds: Mapping[Any, float]
     """Seconds of its calls, by kind."""
     error: bytes | None
-    """Why it failed, by :func:`failure`."""
+    """Why it failed, by :func:`~torchrl_mt.processes.failure`."""
 
     @classmethod
     def of(cls, episode: Episode, error: BaseException | None) -> Played:
@@ -136,69 +125,9 @@ def _sent(what: str, one: str, value: Any) -> bytes:
         ) from error
 
 
-def received(what: str, data: bytes) -> Any:
-    """Unpickle an argument, or a part of a task; errors name it.
-
-    Raises:
-        TypeError: if it cannot be unpickled here.
-    """
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise TypeError(
-            f"{what} was sent to a worker, but unpickling it there raised {type(error).__name__}: "
-            f"{error}"
-        ) from error
-
-
 def _shown(value: Any) -> str:
     """The beginning of a value's ``repr``."""
     try:
         return repr(value)[:200]
     except Exception:
         return f"of type {type(value).__name__}"
-
-
-class WorkerTraceback(Exception):
-    """The traceback of an error in a worker, shown as the error's cause."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-def failure(error: BaseException) -> bytes:
-    """An error and its traceback, to be sent."""
-    text = "".join(traceback.format_exception(error)).strip()
-    return pickled((copyable_error(error), text))
-
-
-def answer(value: Any) -> tuple[bool, bytes]:
-    """The answer to a call that returned ``value``."""
-    try:
-        return True, pickled(value)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        return False, failure(
-            TypeError(
-                "what an environment, a workflow or an engine puts into an episode is sent to the "
-                f"collector's process, but pickling it raised {what}"
-            )
-        )
-
-
-def read_answer(returned: bool, data: bytes) -> Any:
-    """The value that a call returned.
-
-    Raises:
-        Exception: the error of the call; its traceback in the worker is the cause.
-    """
-    if returned:
-        return pickle.loads(data)
-    raise read_failure(data)
-
-
-def read_failure(data: bytes) -> BaseException:
-    """The error of :func:`failure`, with its traceback in the worker as the cause."""
-    error, text = pickle.loads(data)
-    error.__cause__ = WorkerTraceback(text)
-    return error

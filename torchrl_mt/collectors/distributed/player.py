@@ -17,7 +17,7 @@ from torch import nn
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_mt.collectors.distributed.backend import Backend
-from torchrl_mt.collectors.distributed.messages import Task, read_failure
+from torchrl_mt.collectors.distributed.messages import Task
 from torchrl_mt.collectors.distributed.shared_servers import SharedServers
 from torchrl_mt.collectors.distributed.weights import pack_weights
 from torchrl_mt.collectors.distributed.worker import Report
@@ -28,7 +28,7 @@ from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.engines.server_weights import ServerWeights
 from torchrl_mt.engines.weights import hand_on
-from torchrl_mt.processes import pickled
+from torchrl_mt.processes import pickle_argument, read_failure
 from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["RemoteEngine", "RemotePlayer", "pickle_setup"]
@@ -57,16 +57,8 @@ def pickle_setup(env: Any, policy_factory: Any, number: int, **options: Any) -> 
             "port must be 0, which takes a free one, since every worker has a server of its own, got "
             f"{agents.port}."
         )
-    setup = {}
-    for name, value in {"env": env, "policy_factory": policy_factory, **options}.items():
-        try:
-            setup[name] = pickled(value, with_main=True)
-        except Exception as error:
-            raise TypeError(
-                f"{name} is sent to the workers, but pickling it raised {type(error).__name__}: "
-                f"{error}. Give a class, or a function that makes it."
-            ) from error
-    return setup
+    arguments = {"env": env, "policy_factory": policy_factory, **options}
+    return {name: pickle_argument(name, each, with_main=True) for name, each in arguments.items()}
 
 
 def _check_factory(factory: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from torchrl_mt._hosts.torchrl import hold_ray
 from torchrl_mt.checks import import_extra
 from torchrl_mt.collectors.distributed.backend import Handle, WorkerDied
-from torchrl_mt.collectors.distributed.messages import read_answer
-from torchrl_mt.collectors.distributed.worker import WorkerHost
-from torchrl_mt.processes import pickled
+from torchrl_mt.collectors.distributed.worker import EpisodeWorker
+from torchrl_mt.collectors.event_loop.host import Host
+from torchrl_mt.processes import pickled, read_answer
 from torchrl_mt.threads import settle
 
 __all__ = ["RayBackend"]
@@ -116,7 +116,7 @@ class _Actor:
     """A worker in a Ray actor."""
 
     def __init__(self, setup: Mapping[str, bytes], index: int, seed: int) -> None:
-        self._host = WorkerHost(setup, index, seed)
+        self._host = Host(EpisodeWorker.of, setup, index, seed)
 
     async def call(self, method: str, args: bytes, shared: Any) -> tuple[bool, bytes]:
         """Call a method of the worker."""

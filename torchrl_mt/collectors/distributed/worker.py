@@ -1,15 +1,10 @@
-"""The worker's side: an engine of its own, and episodes played with it, in an event loop of its own.
-
-Every call gets one answer: a value, or an error as it was raised.
-"""
+"""The worker's side: an engine of its own, and episodes played with it."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +12,18 @@ import torch
 from torch import nn
 
 from torchrl_mt._hosts.peft import has_adapter_layers
-from torchrl_mt.collectors.distributed.messages import Played, Task, answer, failure, received
+from torchrl_mt.collectors.distributed.messages import Played, Task
 from torchrl_mt.collectors.distributed.weights import PackedWeights, PickledWeights
 from torchrl_mt.collectors.episode import Episode
-from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 from torchrl_mt.collectors.playing.env_factory import named
 from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
 from torchrl_mt.collectors.playing.version_offset import VersionOffset
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines.completions.updates_elsewhere import ServerStates, UpdatesElsewhere
+from torchrl_mt.processes import received
 from torchrl_mt.threads import call_in_thread
 
-__all__ = ["EpisodeWorker", "Report", "WorkerHost", "count_update"]
+__all__ = ["EpisodeWorker", "Report", "count_update"]
 
 
 class Report(NamedTuple):
@@ -64,6 +59,12 @@ class EpisodeWorker:
         self._running: dict[int, tuple[Episode, asyncio.Task[Any]]] = {}
         self._updates: UpdatesElsewhere | None = None
         """The updates of servers, if the engine follows those of the collector."""
+
+    @classmethod
+    def of(cls, setup: Mapping[str, bytes], index: int, seed: int) -> EpisodeWorker:
+        """Make a worker of arguments that were pickled one by one."""
+        arguments = {name: received(name, data) for name, data in setup.items()}
+        return cls(**arguments, index=index, seed=seed)
 
     async def facts(self) -> dict[str, Any]:
         """What the collector must know of the engine."""
@@ -183,42 +184,3 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (environments of others draw from it)
     torch.manual_seed(seed)
-
-
-class WorkerHost:
-    """A worker, its event loop, and the error of its making.
-
-    Args:
-        setup: arguments of :class:`EpisodeWorker`, pickled one by one.
-        index: its number.
-        seed: its seed.
-    """
-
-    def __init__(self, setup: Mapping[str, bytes], index: int, seed: int) -> None:
-        self._loop = LoopThread("torchrl_mt-episode-worker")
-        self._worker: EpisodeWorker | None = None
-        self._error: BaseException | None = None
-        try:
-            arguments = {name: received(name, data) for name, data in setup.items()}
-            self._worker = EpisodeWorker(**arguments, index=index, seed=seed)
-        except BaseException as error:
-            self._error = error
-
-    def call(self, method: str, args: bytes, shared: Any) -> Future[tuple[bool, bytes]]:
-        """Call a method of the worker; the future holds the answer."""
-        return asyncio.run_coroutine_threadsafe(self._answer(method, args, shared), self._loop.loop)
-
-    async def _answer(self, method: str, args: bytes, shared: Any) -> tuple[bool, bytes]:
-        try:
-            if self._error is not None:
-                raise self._error
-            keywords = {} if shared is None else {"shared": shared}
-            return answer(await getattr(self._worker, method)(*pickle.loads(args), **keywords))
-        except BaseException as error:
-            return False, failure(error)
-
-    def close(self) -> None:
-        """Cancel the episodes and close their environments and the engine."""
-        self._loop.close()
-        if self._worker is not None:
-            self._worker.close()

@@ -25,6 +25,7 @@ from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.workflow import Rejected
 from torchrl_mt.engines.completions.updates_elsewhere import ServerStates
 from torchrl_mt.engines.sampling import random_word
+from torchrl_mt.processes import restart_pause
 from torchrl_mt.threads import start_daemon
 
 __all__ = ["Workers", "WorkersFailedError"]
@@ -434,8 +435,7 @@ class Workers:
                     self._failure.__cause__ = error
                     slot.ready.set_exception(self._failure)
                     return
-            if slot.in_a_row > 1:
-                time.sleep(min(0.1 * 2 ** (slot.in_a_row - 2), _LONGEST_PAUSE))
+            time.sleep(restart_pause(slot.in_a_row, _LONGEST_PAUSE))
             error = self._start(slot)
 
     def close(self, seconds: float | None = None) -> None:

@@ -7,35 +7,21 @@ the workers are closed or the parent process is gone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
 import itertools
 import pickle
-import queue
-import signal
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.context import EpisodeContext
-from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
+from torchrl_mt.collectors.event_loop.host import Host
 from torchrl_mt.collectors.playing.env_factory import is_agent, is_workflow, resolve
 from torchrl_mt.envs import Message, TextEnv, TextStep
 from torchrl_mt.envs.text_env import takes_message
-from torchrl_mt.processes import (
-    copyable_error,
-    end_process,
-    pickle_argument,
-    pipe,
-    preload,
-    send_all,
-    start_process,
-)
-from torchrl_mt.threads import settle, start_daemon
+from torchrl_mt.processes import WorkerProcess, pickle_argument, preload
+from torchrl_mt.threads import call_in_thread, call_user
 
 __all__ = ["EnvWorkerError", "EnvWorkers"]
 
@@ -43,8 +29,6 @@ preload(__name__)
 
 _CLOSE_SECONDS = 5.0
 """Seconds for a process to end by itself."""
-_GONE_SECONDS = 1.0
-"""Seconds for a process to end by itself after it closed its end of the pipe."""
 
 
 class EnvWorkerError(RuntimeError):
@@ -108,40 +92,36 @@ class _Proxy(TextEnv):
 
     async def close(self) -> None:
         self._worker.envs.discard(self._number)
-        await self._worker.call(self._number, "close")
+        await self._worker.call(self._number, "close_env")
 
     def __deepcopy__(self, memo: Any) -> _Proxy:
         raise TypeError("an environment in another process cannot be copied.")
 
 
 class _Worker:
-    """A process and its pending calls. A process that dies is replaced."""
+    """A process and its environments. A process that dies is replaced."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
         self.envs: set[int] = set()
         """Numbers of the environments that it runs."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
-        self._numbers = itertools.count()
-        """Numbers of calls, across processes."""
         self._begin()
 
     def _begin(self) -> None:
-        """Start the process and the threads of its connection."""
-        ours, theirs = pipe()
-        self._process = start_process(_serve, (theirs, self._pickled), "torchrl_mt-env")
-        theirs.close()
-        self._connection = ours
-        self._calls: dict[int, Future[Any]] = {}
+        """Start a process."""
+        args = (_Envs, self._pickled)
+        self._process = WorkerProcess(Host, args, "torchrl_mt-env", EnvWorkerError, daemon=True)
         self._known: set[int] = set()
-        self._begun = False
-        self._failure: BaseException | None = None
-        """Error for every further call, once there is no process."""
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # Sending and receiving may block.
-        start_daemon(send_all, ours, self._outbox)
-        start_daemon(self._receive, ours, self._outbox, self._process)
+        begun = self._begun = self._process.call("begin")
+        self._process.ended.add_done_callback(lambda _: self._died(begun))
+
+    def _died(self, begun: Future[None]) -> None:
+        """Replace the process, unless it died in its start: then it is the answer to all calls."""
+        with self._lock:
+            if not self._closed and begun.done():
+                self._begin()
 
     async def call(self, env: int, method: str, *args: Any) -> Any:
         """Call a method of an environment.
@@ -150,185 +130,89 @@ class _Worker:
             EnvWorkerError: if the process is gone or dies during the call.
             Exception: the method's error.
         """
-        outcome: Future[Any] = Future()
-        outcome.set_running_or_notify_cancel()  # The caller may be cancelled, the call may not.
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
             if method == "reset":
                 self._known.add(env)
             elif env not in self._known:  # It was lost with the process before this one.
-                if method == "close":
+                if method == "close_env":
                     return None
                 raise EnvWorkerError("the process that ran the episode's environment is gone.")
-            if method == "close":
+            if method == "close_env":
                 self._known.discard(env)
-            number = next(self._numbers)
-            of = context.current.get(None)
-            sent = bytes(ForkingPickler.dumps((number, env, method, args, of)))
-            self._calls[number] = outcome
-            self._outbox.put(sent)
-        try:
-            return await asyncio.wrap_future(outcome)
-        finally:
-            self._calls.pop(number, None)
+            process, begun = self._process, self._begun
+        await asyncio.wrap_future(begun)  # Or what dies in the call would seem to have died before.
+        outcome = process.call(method, env, context.current.get(None), *args)
+        return await asyncio.wrap_future(outcome)
 
     def ask_to_end(self) -> None:
         """Tell the process to end."""
         with self._lock:
             self._closed = True
-            self._outbox.put(None)
+            self._process.ask_to_end()
 
     def end(self) -> None:
         """Wait for the process to end; kill it if it does not."""
-        end_process(self._process, _CLOSE_SECONDS)
-
-    def _receive(
-        self, connection: Connection, outbox: queue.SimpleQueue[bytes | None], process: Any
-    ) -> None:
-        """Receive results until the process is gone, then replace it."""
-        error: BaseException | None = None
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, failed, value = pickle.loads(connection.recv_bytes())
-                if number is None:
-                    self._begun, error = not failed, value
-                    continue
-                if (outcome := self._calls.pop(number, None)) is not None:
-                    settle(outcome, _raised_or_returned, failed, value)
-        exit_code = end_process(process, _GONE_SECONDS)
-        outbox.put(None)
-        connection.close()
-        gone = error or EnvWorkerError(
-            f"the process of the episode's environment has ended with exit code {exit_code}."
-        )
-        with self._lock:
-            lost, self._calls = self._calls, {}
-            self._known.clear()
-            if not self._closed and self._begun:
-                self._begin()
-            else:
-                self._failure = gone
-        for outcome in lost.values():
-            settle(outcome, _raised_or_returned, True, gone)
-
-
-def _raised_or_returned(failed: bool, value: Any) -> Any:
-    """Raise the process's error, or return its result."""
-    if failed:
-        # Several calls may share one error; each adds its own traceback.
-        raise copy.copy(value)
-    return value
+        self._process.end(_CLOSE_SECONDS)
 
 
 # In the process
 
 
-def _serve(connection: Connection, pickled: bytes) -> None:
-    """Run environments until the parent sends the end mark or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process handles interrupts.
-    replies = _Replies(connection)
-    try:
-        env, kwargs = pickle.loads(pickled)
-        served = _ServedEnvs(env, kwargs, replies)
-    except BaseException as error:
-        replies.send(None, True, error)
-        return
-    replies.send(None, False, None)
-    with contextlib.suppress(EOFError, OSError):
-        while received := connection.recv_bytes():
-            # A thread that hangs delays no other call, and dies with the process.
-            start_daemon(served.call, *pickle.loads(received))
+class _Envs:
+    """The environments of a process. A method that hangs delays no other, as each has its thread."""
 
-
-class _Replies:
-    """Sends the results and errors of calls."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, number: int | None, failed: bool, value: Any) -> None:
-        """Send a result or an error."""
-        if failed:
-            value = copyable_error(value)
-        try:
-            sent = bytes(ForkingPickler.dumps((number, failed, value)))
-            pickle.loads(sent)
-        except Exception as error:
-            value = TypeError(f"an environment must return values that pickle can copy: {error}.")
-            sent = bytes(ForkingPickler.dumps((number, True, value)))
-        with self._lock, contextlib.suppress(OSError):
-            self._connection.send_bytes(sent)
-
-
-class _ServedEnvs:
-    """The environments of a process."""
-
-    def __init__(self, env: Any, kwargs: Mapping[str, Any], replies: _Replies) -> None:
-        self._make = resolve(env, kwargs)
-        self._replies = replies
+    def __init__(self, pickled: bytes) -> None:
+        self._make = resolve(*pickle.loads(pickled))
         self._envs: dict[int, TextEnv] = {}
         self._closed: set[int] = set()
         """Environments that were closed before their reset had made them."""
-        self._loop: LoopThread | None = None
-        self._lock = threading.Lock()
 
-    def call(
-        self, number: int, env: int, method: str, args: tuple[Any, ...], of: EpisodeContext | None
-    ) -> None:
-        """Call a method of an environment and send its result or error."""
-        if of is not None:
-            context.current.set(of)
-        try:
-            result = getattr(self, f"_{method}")(env, *args)
-        except BaseException as error:
-            self._replies.send(number, True, error)
-        else:
-            self._replies.send(number, False, result)
+    async def begin(self) -> None:
+        """Answer, so that the process is known to have started."""
 
-    def _reset(
-        self, number: int, data: Any
+    async def reset(
+        self, number: int, of: EpisodeContext | None, data: Any
     ) -> tuple[bool, Sequence[Mapping[str, Any]], list[Message]]:
-        env = self._make()
+        """Make an environment and begin its episode."""
+        _enter(of)
+        env = await call_in_thread(self._make)
         if not isinstance(env, TextEnv):
             raise _no_environment(f"a {type(env).__name__}")
         if type(env).__module__ == "torchrl_mt.envs.torchrl_env":
             raise _no_environment("a TorchRL environment, whose copies share what they draw")
-        with self._lock:
-            self._envs[number] = env
-            is_over = number in self._closed
-        if is_over:
-            self._close(number)
+        self._envs[number] = env
+        if number in self._closed:
+            await self.close_env(number, of)
             raise asyncio.CancelledError
-        messages = list(self._finished(env.reset(data)))
+        messages = list(await call_user(env.reset, data))
         return env.whole_text, env.tool_schemas, messages
 
-    def _step(self, number: int, response: str, message: Message) -> TextStep:
+    async def step(
+        self, number: int, of: EpisodeContext | None, response: str, message: Message
+    ) -> TextStep:
+        """Take a step in an environment."""
+        _enter(of)
         env = self._envs[number]
         args = (response, message) if takes_message(env.step) else (response,)
-        return self._finished(env.step(*args))
+        return await call_user(env.step, *args)
 
-    def _close(self, number: int) -> None:
-        with self._lock:
-            env = self._envs.pop(number, None)
-            if env is None:
-                self._closed.add(number)
-        if env is not None:
-            self._finished(env.close())
+    async def close_env(self, number: int, of: EpisodeContext | None) -> None:
+        """Close an environment."""
+        _enter(of)
+        env = self._envs.pop(number, None)
+        if env is None:
+            self._closed.add(number)
+        else:
+            await call_user(env.close)
 
-    def _finished(self, value: Any) -> Any:
-        """The result of a plain or an ``async`` method; awaitables run in one loop."""
-        if not isinstance(value, Awaitable):
-            return value
+    def close(self) -> None:
+        """Leave the environments to the end of the process."""
 
-        async def awaited() -> Any:
-            return await value
 
-        with self._lock:
-            if self._loop is None:
-                self._loop = LoopThread("torchrl_mt-env-loop")
-        return self._loop.run(awaited())
+def _enter(of: EpisodeContext | None) -> None:
+    """Let the call's task, and the threads that it starts, have the context of the episode."""
+    if of is not None:
+        context.current.set(of)
 
 
 def _no_environment(got: str) -> TypeError:

@@ -227,7 +227,7 @@ class CompletionsEngine(StaysInProcess):
     @property
     def urls(self) -> list[str]:
         """Addresses of the servers, without paths."""
-        return [server.origin for server in self._servers.all]
+        return [server.address for server in self._servers.all]
 
     @property
     def version(self) -> int:
@@ -457,11 +457,11 @@ class CompletionsEngine(StaysInProcess):
         """Choose where one attempt goes, and record server and version."""
         async with self._servers.use(prompt) as (server, version):
             attempts.append((server, version))
-            url = server.origin + request.path
+            url = server.address + request.path
             if request.path == PATHS["sglang"]:
                 # Each attempt has its own id: SGLang refuses one that it still works on.
                 rid = {"rid": request.body.get("rid", uuid.uuid4().hex)}
-                yield Target(url, rid, (f"{server.origin}/abort_request", rid))
+                yield Target(url, rid, (f"{server.address}/abort_request", rid))
                 return
             is_named = self._versions == "named"
             try:

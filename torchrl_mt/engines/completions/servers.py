@@ -7,7 +7,6 @@ and has the current weights. A request is stamped with a version that its server
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +17,7 @@ from typing import Literal
 
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 from torchrl_mt.http_client import AttemptError
+from torchrl_mt.server_load import ServerLoad, choose
 
 __all__ = ["Server", "Servers", "server_origins"]
 
@@ -31,19 +31,9 @@ prompt that was sent before, and of one that goes on from an answer."""
 
 
 @dataclass(eq=False)
-class Server:
-    """One server, as far as requests have shown."""
+class Server(ServerLoad):
+    """One server, as far as requests have shown; its address is without a path."""
 
-    origin: str
-    """Its address, without a path."""
-    running: int = 0
-    """Number of open requests."""
-    last: int = 0
-    """Number of the request that it was chosen for last."""
-    away_until: float = 0.0
-    """When to try it again; 0 while it answers."""
-    is_tried: bool = False
-    """Whether a request is finding out if it answers again."""
     reason: str = ""
     """Why it takes no requests."""
     weights: Literal["current", "doubtful", "missed"] = "current"
@@ -110,7 +100,6 @@ class Servers:
         self.all = [Server(origin) for origin in origins]
         self.version = 0
         """Version of the weights that servers have unless they missed an update."""
-        self._chosen = 0
         self.moved = 0
         """Number of prompts that left the server that had their prefix."""
         self._bring_up = bring_up
@@ -147,11 +136,11 @@ class Servers:
             raise
         else:
             with self._lock:
-                server.away_until, server.reason, server.losses = 0.0, "", 0
+                server.works()
+                server.reason, server.losses = "", 0
         finally:
             with self._lock:
-                server.running -= 1
-                server.is_tried = False
+                server.end()
 
     def remember(self, server: Server, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Remember that a server has a prompt and its answer."""
@@ -198,7 +187,7 @@ class Servers:
         """Addresses of servers that must load weights, and whether they may have them already."""
         with self._lock:
             lacking = [server for server in self.all if server.weights != "current"]
-            return {server.origin: server.weights == "doubtful" for server in lacking}
+            return {server.address: server.weights == "doubtful" for server in lacking}
 
     def restored(self, origins: Iterable[str]) -> None:
         """Let servers take requests: they have loaded the current weights."""
@@ -221,9 +210,9 @@ class Servers:
     def _at(self, origins: Iterable[str]) -> list[Server]:
         """The servers at some addresses; all if one is unknown, such as that behind a router."""
         wanted = set(origins)
-        if wanted - {server.origin for server in self.all}:
+        if wanted - {server.address for server in self.all}:
             return self.all
-        return [server for server in self.all if server.origin in wanted]
+        return [server for server in self.all if server.address in wanted]
 
     def lost(self, server: Server, version: int, reason: str) -> bool:
         """Have a server that lacks a version load the current weights before it takes another request.
@@ -257,8 +246,7 @@ class Servers:
                 raise
             finally:
                 with self._lock:
-                    server.running -= 1
-                    server.is_tried = False
+                    server.end()
 
     async def _restore(self, server: Server, version: int) -> None:
         """Have a server load the weights of a version, once for all requests that wait for it."""
@@ -285,7 +273,8 @@ class Servers:
 
     def _has_weights(self, server: Server) -> None:
         """Let a server take requests; the caller has the lock."""
-        server.weights, server.away_until, server.reason = "current", 0.0, ""
+        server.works()
+        server.weights, server.reason = "current", ""
         restored, server.restored = server.restored, None
         if self._follows and restored is not None:
             restored.set_result(None)
@@ -296,7 +285,7 @@ class Servers:
         try:
             if self._bring_up is None:
                 raise RuntimeError("call update_weights")
-            self._bring_up(server.origin, version, server.weights == "doubtful")
+            self._bring_up(server.address, version, server.weights == "doubtful")
         except BaseException as error:
             failure = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         with self._lock:
@@ -311,34 +300,21 @@ class Servers:
 
     def _choose(self, prompt: Sequence[int]) -> Server:
         """Choose a server and count the request as open there."""
-        now = time.monotonic()
-        free = [
-            each
-            for each in self.all
-            if not each.away_until or (each.away_until <= now and not each.is_tried)
-        ]
-        if len(self.all) == 1:
-            chosen = self.all[0]
-        elif not free:
-            chosen = min(self.all, key=lambda each: each.away_until)
-        else:
-            chosen = self._by_prefix(prompt, free)
+        chosen = choose(self.all)
+        if len(self.all) > 1 and chosen.is_open:
+            chosen = self._by_prefix(prompt, chosen)
             if prompt:
                 self._places.add(prompt, chosen, is_turn=False)
-        chosen.is_tried = bool(chosen.away_until)
-        chosen.running += 1
-        self._chosen += 1
-        chosen.last = self._chosen
+        chosen.begin()
         return chosen
 
-    def _by_prefix(self, prompt: Sequence[int], free: Sequence[Server]) -> Server:
-        least = min(free, key=lambda each: (each.running, each.last))
+    def _by_prefix(self, prompt: Sequence[int], least: Server) -> Server:
         found = self._places.find(prompt)
         if found is None:
             return least
         server, is_turn = found
         slack = _TURN_SLACK if is_turn else _GROUP_SLACK
-        if server in free and server.running <= 2 * least.running + slack:
+        if server.is_open and server.running <= 2 * least.running + slack:
             return server
         self.moved += is_turn
         return least
@@ -346,12 +322,12 @@ class Servers:
     def _learn(self, server: Server, version: int, error: AttemptError) -> None:
         """Leave a server out that does not answer, and say whether another attempt follows at once."""
         if error.away or error.timed_out:
-            server.away_until = time.monotonic() + self._pause
+            server.fail(self._pause)
             server.reason = str(error)
             others = [each for each in self.all if not each.away_until]
             error.at_once = error.away and bool(others)
             if error.away and not others and len(self.all) > 1:
-                error.args = ("; ".join(f"{each.origin}: {each.reason}" for each in self.all),)
+                error.args = ("; ".join(f"{each.address}: {each.reason}" for each in self.all),)
         elif error.given_up and (
             self._held is not None or version != self.version or server.weights != "current"
         ):

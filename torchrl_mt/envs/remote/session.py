@@ -15,8 +15,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
@@ -40,6 +39,7 @@ from torchrl_mt.envs.remote.protocol import (
     shown,
     write,
 )
+from torchrl_mt.server_load import ServerLoad, choose
 from torchrl_mt.strict_json import read_json
 
 __all__ = ["Session", "open_session", "websocket_address"]
@@ -58,39 +58,11 @@ _AVOIDED_SECONDS = 5.0
 _logger = logging.getLogger("torchrl_mt")
 
 
-class _Servers:
-    """How many sessions this process has at which servers, and which servers are to be avoided."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sessions: Counter[str] = Counter()
-        self._avoided_until: dict[str, float] = {}
-
-    def best(self, urls: Iterable[str]) -> str:
-        """The server with the fewest sessions; one to be avoided only if there is no other."""
-        now = time.monotonic()
-        with self._lock:
-            return min(
-                urls,
-                key=lambda url: (self._avoided_until.get(url, 0.0) > now, self._sessions[url]),
-            )
-
-    def avoid(self, url: str) -> None:
-        with self._lock:
-            self._avoided_until[url] = time.monotonic() + _AVOIDED_SECONDS
-
-    def enter(self, url: str) -> None:
-        with self._lock:
-            self._sessions[url] += 1
-
-    def leave(self, url: str) -> None:
-        with self._lock:
-            self._sessions[url] -= 1
-            if not self._sessions[url]:
-                del self._sessions[url]
-
-
-_servers = _Servers()
+_lock = (
+    threading.RLock()
+)  # A session may be garbage collected while the same thread holds the lock.
+_servers: dict[str, ServerLoad] = {}
+"""The sessions of this process, by server."""
 _queues: weakref.WeakKeyDictionary[
     asyncio.AbstractEventLoop, dict[tuple[str, ...], asyncio.Lock]
 ] = weakref.WeakKeyDictionary()
@@ -101,13 +73,13 @@ class Session:
     """An open session. :func:`open_session` makes it.
 
     Args:
-        url: address of the server.
+        server: the server, on which a request has begun; it ends with the session.
         connection: the open WebSocket.
         timeout: seconds for each answer.
     """
 
-    def __init__(self, url: str, connection: Any, timeout: float) -> None:
-        self.url = url
+    def __init__(self, server: ServerLoad, connection: Any, timeout: float) -> None:
+        self.url = server.address
         self.knows_step_ids = FORM_HEADER in connection.response.headers
         """Whether the server is ours, whose steps may carry a ``step_id``."""
         self._connection: Any = connection
@@ -115,8 +87,7 @@ class Session:
         self._timeout = timeout
         self._lost = "it was closed"
         """Why the session has ended, if it has."""
-        _servers.enter(url)
-        self._leave = weakref.finalize(self, _servers.leave, url)
+        self._leave = weakref.finalize(self, _leave, server)
 
     async def ask(self, call: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send a message and return the data of the observation that answers it.
@@ -324,35 +295,47 @@ async def _open_any(
     """Open a session at the first server that has one; raise the last error, or that one is full."""
     full: CapacityReached | None = None
     unreachable: OpenEnvConnectionError | None = None
-    untried = list(urls)
+    untried = [_servers.setdefault(url, ServerLoad(url)) for url in urls]
     while untried:
-        url = _servers.best(untried)
-        untried.remove(url)
+        with (
+            _lock
+        ):  # Begin at once, so that sessions that are opened together go to different servers.
+            server = choose(untried)
+            server.begin()
+        untried.remove(server)
         try:
-            session = await _connect(url, headers, timeout)
+            session = await _connect(server, headers, timeout)
         except CapacityReached as refusal:
             full = refusal
         except OpenEnvConnectionError as error:
             unreachable = error
         else:
             try:
-                return session, await session.ask("reset", first)
+                answer = await session.ask("reset", first)
+                server.works()
+                return session, answer
             except CapacityReached as refusal:
                 session.drop("the server had no room")
                 full = refusal
             except BaseException as error:
                 session.drop(f"reset failed: {error}")
                 raise
-        _servers.avoid(url)
+        server.fail(_AVOIDED_SECONDS)
     failure = full or unreachable
     assert failure is not None
     raise failure
 
 
-async def _connect(url: str, headers: Mapping[str, str], timeout: float) -> Session:
-    """Open a connection."""
+def _leave(server: ServerLoad) -> None:
+    """A session at a server has ended."""
+    with _lock:
+        server.end()
+
+
+async def _connect(server: ServerLoad, headers: Mapping[str, str], timeout: float) -> Session:
+    """Open a connection at a server on which a request has begun."""
     exceptions = import_websockets("exceptions")
-    _servers.enter(url)  # So that sessions that are opened together go to different servers.
+    url, session = server.address, None
     try:
         connection = await _connector()(
             url,
@@ -367,7 +350,8 @@ async def _connect(url: str, headers: Mapping[str, str], timeout: float) -> Sess
             ssl=_certificates() if url.startswith("wss:") else None,
             **({"proxy": None} if _is_here(url) else {}),
         )
-        return Session(url, connection, timeout)
+        session = Session(server, connection, timeout)
+        return session
     except exceptions.InvalidStatus as error:
         status, body = error.response.status_code, error.response.body or b""
         said = body[:200].decode("utf-8", "replace").strip()
@@ -384,7 +368,8 @@ async def _connect(url: str, headers: Mapping[str, str], timeout: float) -> Sess
         reason = f"{type(error).__name__}: {error}"
         raise OpenEnvConnectionError(url, "connect", reason) from error
     finally:
-        _servers.leave(url)
+        if session is None:
+            _leave(server)
 
 
 @functools.cache

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import pickle
-import signal
 import socket
 import threading
 import time
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import closing, suppress
 from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchrl_mt.envs.remote.served_session import CLOSE_SECONDS
 from torchrl_mt.envs.remote.server import EnvServer, ServerOptions, url_of
-from torchrl_mt.processes import copyable_error, end_process, pipe, preload, start_process
+from torchrl_mt.processes import WorkerProcess, answer, failure, preload, restart_pause
 from torchrl_mt.threads import start_daemon
 
 __all__ = ["Worker", "WorkerError"]
@@ -35,12 +34,10 @@ _logger = logging.getLogger("torchrl_mt")
 
 _END_SECONDS = CLOSE_SECONDS + 2.0
 """Seconds for a process to close its environments and end."""
-_EXIT_SECONDS = 1.0
-"""Seconds for a process to end after it closed its end of the pipe."""
 _PROBE_SECONDS = 5.0
 """Pause between two requests of ``/health``."""
-_LOOK_SECONDS = 0.5
-"""How often to see whether an answer has been awaited for too long."""
+_LOOK_SECONDS = 0.05
+"""How often to see whether a worker that turns clients away serves, and pause after a failed request."""
 _SHORT_LIFE = 1.0
 """A worker that ends within these seconds from its first answer counts as one that died at once."""
 _MOST_STARTS = 5
@@ -74,7 +71,7 @@ class Worker:
         timeout: float,
     ) -> None:
         self._socket = listening
-        listening.setblocking(False)
+        listening.settimeout(_LOOK_SECONDS)
         self.api_url = url_of(listening)
         self.error = None
         self.pid = None
@@ -82,8 +79,7 @@ class Worker:
         """Settled when the server answers for the first time, or does not start."""
         self._ready.set_running_or_notify_cancel()  # Whoever waits may be cancelled, the start may not.
         self._make_env, self._options, self._timeout = make_env, options, timeout
-        self._stopping, self._stop = pipe(duplex=False)
-        self._lock = threading.RLock()
+        self._stopping: Future[None] = Future()
         # All that is done to the process is done in this thread.
         self._supervisor = threading.Thread(
             target=self._supervise, name="torchrl_mt-worker", daemon=True
@@ -101,15 +97,13 @@ class Worker:
         Stopping again does nothing. Any thread may stop a worker.
         """
         self._ask_to_stop()
-        with self._lock:
-            self._supervisor.join()
-            self._stop.close()
+        self._supervisor.join()
         atexit.unregister(self.stop)
 
     def _ask_to_stop(self) -> None:
         """Begin to stop, and do not wait."""
-        with self._lock, suppress(OSError):
-            self._stop.send_bytes(b"stop")
+        with suppress(InvalidStateError):
+            self._stopping.set_result(None)
 
     # In the supervisor's thread
 
@@ -127,10 +121,9 @@ class Worker:
                         f"the worker {self.api_url} died at once {in_a_row} times in a row and is given "
                         f"up. The last time: {why}"
                     ) from why
-                pause = min(0.1 * 2 ** (in_a_row - 2), _LONGEST_PAUSE) if in_a_row > 1 else 0.0
+                pause = restart_pause(in_a_row, _LONGEST_PAUSE)
                 _logger.warning("%s It is started again in %.1f seconds.", why, pause)
-                if self._wait([self._stopping], pause, turn_away=True):
-                    return
+                self._wait([], pause, turn_away=True)
         except Exception as error:
             self.error = error
             if self._ready.done():
@@ -139,7 +132,6 @@ class Worker:
                 self._ready.set_exception(error)
         finally:
             self._socket.close()
-            self._stopping.close()
             if not self._ready.done():
                 self._ready.set_exception(WorkerError(f"the worker {self.api_url} was stopped."))
 
@@ -150,136 +142,59 @@ class Worker:
             Why it ended, and the seconds since its first answer, ``None`` without an answer. ``None`` if
             the worker was stopped.
         """
-        ours, theirs = pipe()
-        args = (theirs, self._socket, self._make_env, self._options)
-        process = start_process(_serve, args, "torchrl_mt-env-server", daemon=False)
-        theirs.close()
+        args = (self._make_env, self._socket, self._options)
+        process = WorkerProcess(_Served, args, self.api_url, WorkerError)
         self.pid = process.pid
-        probe: _Probe | None = None  # While there is none, the process does not serve.
         answered: float | None = None
-        begin = time.monotonic()
         try:
-            while True:
-                awaited = [process.sentinel, ours, self._stopping]
-                if probe is None:
-                    events = self._wait(awaited, _LOOK_SECONDS, turn_away=True)
-                else:
-                    events = self._wait([*awaited, *probe.waits()], probe.pause)
-                now = time.monotonic()
-                if self._stopping in events:
-                    return None
-                if ours in events or process.sentinel in events:
-                    if (why := self._received(ours, process)) is None:
-                        probe = _Probe(self._socket)
-                        continue
-                    return why, None if answered is None else now - answered
-                if probe is not None and probe.looks(events):
-                    if answered is None:
-                        answered = now
-                    if not self._ready.done():
-                        self._ready.set_result(None)
-                since = begin if probe is None else probe.since
-                if since is not None and now - since > self._timeout:
-                    process.kill()
-                    why = WorkerError(
-                        f"the worker {self.api_url} did not answer /health within {self._timeout} "
-                        "seconds and was killed."
-                    )
-                    return why, None if answered is None else now - answered
+            why = self._failure(process, "begin", turn_away=True)
+            while why is None and (why := self._failure(process, "health")) is None:
+                if answered is None:
+                    answered = time.monotonic()
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                self._wait([process.ended], _PROBE_SECONDS)
+            if self._stopping.done():
+                return None
+            return why, None if answered is None else time.monotonic() - answered
         finally:
-            if probe is not None:
-                probe.close()
-            ours.close()  # The process then ends.
-            end_process(process, _END_SECONDS if answered is not None else 0.0)
+            process.ask_to_end()
+            process.end(_END_SECONDS if answered is not None else 0.0)
             self.pid = None
 
-    def _wait(self, awaited: list[Any], seconds: float, *, turn_away: bool = False) -> list[Any]:
-        """Wait for events; meanwhile clients may be turned away, so that they try elsewhere or later."""
-        end = time.monotonic() + seconds
-        while True:
-            left = max(end - time.monotonic(), 0.0)
-            events = wait([*awaited, *([self._socket] if turn_away else [])], left)
-            if self._socket in events:
-                with suppress(OSError):
-                    start_daemon(_turn_away, self._socket.accept()[0])
-                events.remove(self._socket)
-                if not events and left:
-                    continue
-            return events
-
-    def _received(self, ours: Connection, process: Any) -> Exception | None:
-        """``None`` if the process tells that it serves, else why it has ended or is about to."""
-        with suppress(EOFError, OSError):
-            error = pickle.loads(ours.recv_bytes())
-            if error is None or isinstance(error, Exception):
-                return error
-            return WorkerError(f"the worker {self.api_url} raised {error!r}.")
-        code = end_process(process, _EXIT_SECONDS)
+    def _failure(
+        self, process: WorkerProcess, method: str, *, turn_away: bool = False
+    ) -> Exception | None:
+        """Call a method of the process; returns why it failed."""
+        call = process.call(method)
+        self._wait([process.ended, call], self._timeout, turn_away=turn_away)
+        if self._stopping.done():
+            return WorkerError(f"the worker {self.api_url} was stopped.")
+        for each in (process.ended, call):
+            if each.done():
+                error = each.exception()
+                if error is None or isinstance(error, Exception):
+                    return error
+                return WorkerError(f"the worker {self.api_url} raised {error!r}.")
+        process.end(0.0)
         return WorkerError(
-            f"the worker {self.api_url} ended with exit code {code}."
-            + (_MAIN_MODULE if code == 1 else "")
+            f"the worker {self.api_url} did not answer /health within {self._timeout} seconds and was "
+            "killed."
         )
 
+    def _wait(
+        self, awaited: Sequence[Future[Any]], seconds: float, *, turn_away: bool = False
+    ) -> None:
+        """Wait for one of some futures, or for :meth:`stop`.
 
-_MAIN_MODULE = (
-    " If its traceback above is about starting processes: it imports the main module anew, so a script "
-    "needs `if __name__ == '__main__':`."
-)
-
-
-class _Probe:
-    """Asks for ``/health`` again and again, one request at a time."""
-
-    _request = b"GET /health HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n\r\n"
-
-    def __init__(self, listening: socket.socket) -> None:
-        self._family, self._address = listening.family, listening.getsockname()
-        self._socket: socket.socket | None = None
-        self.pause = 0.0
-        """Seconds to wait at most."""
-        self.since: float | None = None
-        """Since when no request has been answered."""
-        self._ask()
-
-    def waits(self) -> list[socket.socket]:
-        """What to wait for."""
-        return [] if self._socket is None else [self._socket]
-
-    def looks(self, events: list[Any]) -> bool:
-        """Read an answer if there is one, or ask again; returns whether the server answered."""
-        if self._socket is None:
-            self._ask()
-            return False
-        if self._socket not in events:
-            return False
-        data = b""
-        with suppress(OSError):
-            while more := self._socket.recv(4096):  # To the end, or the server would see a reset.
-                data += more
-        self.close()
-        if not data.startswith(b"HTTP/"):
-            self.pause = 0.05
-            return False
-        self.pause, self.since = _PROBE_SECONDS, None
-        return True
-
-    def close(self) -> None:
-        """Give up the request."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-
-    def _ask(self) -> None:
-        """Send a request. As the parent listens, this waits for no process."""
-        self.pause = _LOOK_SECONDS
-        if self.since is None:
-            self.since = time.monotonic()
-        with suppress(OSError):
-            asking = socket.socket(self._family, socket.SOCK_STREAM)
-            self._socket = asking
-            asking.settimeout(1.0)
-            asking.connect(self._address)
-            asking.sendall(self._request)
+        Meanwhile clients may be turned away, so that they try elsewhere or later.
+        """
+        awaited = [*awaited, self._stopping]
+        end = time.monotonic() + seconds
+        while turn_away and time.monotonic() < end and not any(each.done() for each in awaited):
+            with suppress(OSError):  # Mostly, nobody came for a moment.
+                start_daemon(_turn_away, self._socket.accept()[0])
+        wait(awaited, max(end - time.monotonic(), 0.0), FIRST_COMPLETED)
 
 
 class _Away(BaseHTTPRequestHandler):
@@ -311,25 +226,43 @@ def _turn_away(client: socket.socket) -> None:
 # In the process
 
 
-def _serve(
-    connection: Connection, listening: socket.socket, make_env: bytes, options: ServerOptions
-) -> None:
-    """Serve environments until the parent closes its end of the pipe or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process handles interrupts.
-    try:
-        server = EnvServer(pickle.loads(make_env), listening, options)
-    except BaseException as error:
-        with suppress(OSError):
-            connection.send_bytes(bytes(ForkingPickler.dumps(copyable_error(error))))
-        return
-    with suppress(EOFError, OSError):
-        connection.send(None)
-        connection.recv_bytes()
-    start_daemon(_exit_later)
-    server.stop()
+class _Served:
+    """The server of a process, which is asked for ``/health`` here, as by any client."""
 
+    def __init__(self, make_env: bytes, listening: socket.socket, options: ServerOptions) -> None:
+        self._args = make_env, listening, options
+        self._server: EnvServer | None = None
 
-def _exit_later() -> None:
-    """End this process even if environments cannot be closed, and nobody is left to kill it."""
-    time.sleep(_END_SECONDS)
-    os._exit(1)
+    def call(self, method: str, args: bytes, shared: Any) -> Future[tuple[bool, bytes]]:
+        """Call :meth:`begin` or :meth:`health` in a thread."""
+        outcome: Future[tuple[bool, bytes]] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(answer(getattr(self, method)()))
+            except BaseException as error:
+                outcome.set_result((False, failure(error)))
+
+        start_daemon(work)
+        return outcome
+
+    def begin(self) -> None:
+        """Begin to serve."""
+        make_env, listening, options = self._args
+        self._server = EnvServer(pickle.loads(make_env), listening, options)
+
+    def health(self) -> None:
+        """Ask for ``/health`` until there is an answer."""
+        assert self._server is not None
+        address = urlsplit(self._server.url).netloc
+        while True:
+            with suppress(OSError, HTTPException), closing(HTTPConnection(address)) as connection:
+                connection.request("GET", "/health", headers={"Connection": "close"})
+                connection.getresponse().read()  # To the end, or the server would see a reset.
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Close the sessions."""
+        if self._server is not None:
+            self._server.stop()
