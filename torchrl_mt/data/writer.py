@@ -37,7 +37,7 @@ from torchrl_mt.data._writing.closed_episodes import (
     transformed,
     worth_storing,
 )
-from torchrl_mt.data._writing.continuity import Pairs, comparable, follow_ted, learned
+from torchrl_mt.data._writing.continuity import Pairs, bits_at, comparable, counting, learned
 from torchrl_mt.data._writing.matching import Matches, match, renumbered
 from torchrl_mt.data._writing.open_steps import Label, OpenSteps
 from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
@@ -96,12 +96,11 @@ class EpisodeWriter(SavesState, Writer):
     (``("collector", "mask")`` is false) is left out.
 
     Steps join an open episode only if they continue it: their first step has no true ``"is_init"``,
-    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. Python objects
-    and done flags are not compared, nor are entries that differ in more than one in five pairs of
-    consecutive steps; if no entry is left, ids or rows decide alone. Consecutive steps of one id in a
-    row of a batch always continue each other, unless ``"is_init"`` is true, so batches of single steps
-    teach nothing: leave out entries in which they do not continue. Steps that continue no open episode
-    of their id begin another one:
+    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. The writer
+    learns which entries follow this rule (see :mod:`torchrl_mt.data._writing.continuity`). It does not
+    compare Python objects and done flags; without comparable entries, ids or rows decide alone.
+    Consecutive steps of one id in a row of a batch always continue each other, unless ``"is_init"`` is
+    true. Steps that continue no open episode of their id begin another one:
 
     - With ids, both episodes stay open, as two collectors may both count from 0. At most 32 episodes
       of one id are open; beyond that, the one that waited longest for a step is given up.
@@ -411,8 +410,9 @@ class EpisodeWriter(SavesState, Writer):
             form = None
             rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
             batch = replace(batch, steps=replace(batch.steps, columns=rest))
-        pairs = learned(self._pairs, paths, batch.steps, batch.pairs(_PAIRS))
-        paths = follow_ted(pairs, paths)
+        pairs = self._learned_in_rows(batch, paths)
+        counted, proven = counting(pairs, paths)
+        seen_to = counted if proven else ()
         keys, opened = batch.segments.keys, self._open
         self._check_lengths(batch)
         apart = bool(opened.slots) and id_source != self._id_source
@@ -421,7 +421,7 @@ class EpisodeWriter(SavesState, Writer):
             self._check_open_fit(batch)
             bounds = zip(batch.segments.starts, batch.segments.stops, keys, strict=True)
             whole = [Closed(-1, np.arange(start, stop), key) for start, stop, key in bounds]
-            return self._commit(batch, shape, whole, pairs, paths, id_source)
+            return self._commit(batch, shape, whole, pairs, seen_to, id_source)
         if apart:
             raise ValueError(
                 f"episodes are open that were told apart by {self._id_source}, this batch "
@@ -431,7 +431,8 @@ class EpisodeWriter(SavesState, Writer):
         found = match(
             opened,
             batch,
-            paths,
+            counted,
+            proven=proven,
             by_rows=id_source.key is None,
             max_length=self._max_length,
             max_steps=self.max_open_steps or self._storage.max_size,
@@ -442,8 +443,31 @@ class EpisodeWriter(SavesState, Writer):
                 f"the steps of episode {keys[i]} do not go on from the open one: {reason}. "
                 f"flush() first, discard() one of {[*opened.slots]}, or give on_break='truncate'."
             )
+        pairs = self._learned_from_links(found, pairs, paths)
         closed = self._closed(batch, found, first)
-        return self._commit(batch, shape, closed, pairs, paths, id_source, found)
+        return self._commit(batch, shape, closed, pairs, seen_to, id_source, found)
+
+    def _learned_in_rows(self, batch: Batch, paths: tuple[Path, ...]) -> Pairs:
+        """Learn from consecutive steps of a batch which entries follow TED."""
+        at, columns = batch.pairs(_PAIRS), batch.steps.columns
+        return learned(
+            self._pairs,
+            paths,
+            lambda path: bits_at(columns[path], at + 1),
+            lambda path: bits_at(columns[path], at),
+            len(at),
+        )
+
+    def _learned_from_links(self, found: Matches, pairs: Pairs, paths: tuple[Path, ...]) -> Pairs:
+        """Learn from steps that continue open episodes about entries that rows told nothing of."""
+        links = np.array(found.links[:_PAIRS], dtype=np.int64).reshape(-1, 2)
+        return learned(
+            pairs,
+            [path for path in paths if pairs.get(path, (0, 0)) == (0, 0)],
+            lambda path: self._open.bits_at(path, links[:, 0]),
+            lambda path: self._open.bits_at(path, links[:, 1]),
+            len(links),
+        )
 
     def _added_and_compared(
         self, steps: Steps, form: Form | None

@@ -1,8 +1,8 @@
 """Continuity: a step continues another if its entries are the other's ``"next"`` entries, bit for bit.
 
-This is TED's rule for every ``k`` with a ``("next", k)``. Entries that do not follow it do not count:
-those that differ in more than one in five pairs of consecutive steps of a row. If none counts, every
-step continues.
+This is TED's rule for every ``k`` with a ``("next", k)``. Entries that were seen to follow it count: a
+changed next entry became the later entry, in at least four of five pairs of steps. Before any entry was
+seen to, all count that were not seen to break the rule. If none counts, every step continues.
 """
 
 from __future__ import annotations
@@ -18,13 +18,26 @@ from torchrl_mt.data._store.schema import bits
 from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, rows_at
 from torchrl_mt.data._writing.ted import FLAGS, INIT
 
-__all__ = ["Bits", "Pairs", "bits_at", "comparable", "differ", "follow_ted", "learned", "states"]
+__all__ = [
+    "Bits",
+    "Pairs",
+    "Values",
+    "bits_at",
+    "comparable",
+    "counting",
+    "differ",
+    "learned",
+    "states",
+]
 
 Bits = np.ndarray | list[np.ndarray]
 """Bits of an entry at ``n`` steps: integers ``[n, w]``, or one array a step."""
 
+Values = Callable[[Path], Bits]
+"""Function from an entry to its bits at some steps."""
+
 Pairs = dict[Path, tuple[int, int]]
-"""How many pairs of consecutive steps agreed and differed, by entry."""
+"""How many pairs of a step and the following one agreed and differed, by entry."""
 
 _TRUST = 4
 """Pairs that must agree for each pair that differs."""
@@ -47,28 +60,30 @@ def comparable(steps: Steps, without: Iterable[Path] = ()) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def learned(pairs: Pairs, paths: Iterable[Path], steps: Steps, at: np.ndarray) -> Pairs:
-    """Return ``pairs`` with those of each step at ``at`` and the following one."""
+def learned(
+    pairs: Pairs, paths: Iterable[Path], later: Values, earlier: Values, number: int
+) -> Pairs:
+    """Return ``pairs`` with ``number`` more: bits of the later and of the earlier steps, by entry."""
     new = dict(pairs)
-    for path in paths if len(at) else ():
-        following: Path = ("next", *path)
-        odd = np.count_nonzero(
-            differ(bits_at(steps.columns[path], at + 1), bits_at(steps.columns[following], at))
-        )
+    for path in paths if number else ():
         agreed, differed = new.get(path, (0, 0))
-        new[path] = (agreed + len(at) - int(odd), differed + int(odd))
+        told = earlier(("next", *path))
+        odd = differ(later(path), told)
+        # An entry that never changes proves nothing.
+        agrees = ~odd if agreed else ~odd & differ(earlier(path), told)
+        new[path] = agreed + int(np.sum(agrees)), differed + int(np.sum(odd))
     return new
 
 
-def follow_ted(pairs: Pairs, paths: Iterable[Path]) -> tuple[Path, ...]:
-    """List the entries that count: all of ``paths`` but those known not to follow TED."""
+def counting(pairs: Pairs, paths: Iterable[Path]) -> tuple[tuple[Path, ...], bool]:
+    """List the entries that count; also tell whether they were seen to follow TED."""
     seen = {path: pairs.get(path, (0, 0)) for path in paths}
-    return tuple(path for path, (agreed, differed) in seen.items() if differed * _TRUST <= agreed)
+    kept = [path for path, (agreed, differed) in seen.items() if differed * _TRUST <= agreed]
+    proven = [path for path in kept if seen[path][0]]
+    return tuple(proven or kept), bool(proven)
 
 
-def states(
-    paths: tuple[Path, ...], bits_of: Callable[[Path], Bits], number: int
-) -> list[tuple[bytes, ...]]:
+def states(paths: tuple[Path, ...], bits_of: Values, number: int) -> list[tuple[bytes, ...]]:
     """Return the bytes of all entries at each of ``number`` steps."""
     columns = [[row.tobytes() for row in bits_of(path)] for path in paths]
     return [*zip(*columns, strict=True)] if paths else [()] * number

@@ -36,6 +36,8 @@ class Matches:
     """Slots of episodes that are given up for a budget of steps."""
     breaks: list[tuple[int, str]] = field(default_factory=list)
     """Segments that do not continue the open episode of their id, and why."""
+    links: list[tuple[int, int]] = field(default_factory=list)
+    """Rows of the first step of each segment that continues an episode, and of the step before."""
 
 
 def match(
@@ -43,6 +45,7 @@ def match(
     batch: Batch,
     paths: tuple[Path, ...],
     *,
+    proven: bool,
     by_rows: bool,
     max_length: int | None,
     max_steps: int,
@@ -53,6 +56,8 @@ def match(
         opened: the open steps.
         batch: the batch.
         paths: the entries that count.
+        proven: whether they were seen to follow TED. If not, a segment also continues an episode if an
+            entry that changed in the episode's last step agrees.
         by_rows: whether rows identify episodes, rather than ids.
         max_length: most steps of an open episode; None for no limit.
         max_steps: most steps of all open episodes together; a single one may have more.
@@ -60,12 +65,14 @@ def match(
     parts = batch.segments
     found = opened.newest(parts.keys)
     if _all_go_on(opened, batch, paths, found, max_length):
-        new = np.flatnonzero(found < 0)
+        old, new = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
+        rows, before = parts.starts[old] + opened.tail, opened.last[found[old]]
         found[new] = slots = opened.new_slots(len(new))
         result = Matches(found, dict(zip(slots, new.tolist(), strict=True)))
+        result.links = [*zip(rows.tolist(), before.tolist(), strict=True)]
     else:
         most = 1 if by_rows else MOST_OF_AN_ID
-        result = _one_by_one(opened, batch, paths, most, max_length)
+        result = _one_by_one(opened, batch, paths, proven, most, max_length)
     if opened.num_steps + batch.steps.length > max_steps:
         result.over_budget += _over_budget(opened, batch, result, max_steps)
     return result
@@ -132,38 +139,50 @@ def _one_by_one(
     opened: OpenSteps,
     batch: Batch,
     paths: tuple[Path, ...],
+    proven: bool,
     most: int,
     max_length: int | None,
 ) -> Matches:
     """Match one segment after the other; ``most`` episodes of an id may be open."""
     parts, number = batch.segments, len(batch.segments.keys)
     firsts, lasts = parts.starts + opened.tail, parts.stops - 1 + opened.tail
-    starts = states(paths, lambda path: opened.bits_at(path, firsts), number)
-    stops = states(paths, lambda path: opened.bits_at(("next", *path), lasts), number)
     # The open episodes of each id, the one with the last step last.
     open_of = {
         key: sorted(opened.by_id.get(key, ()), key=lambda slot: int(opened.last[slot]))
         for key in {*parts.keys}
     }
     known = [slot for slots in open_of.values() for slot in slots]
-    rows = opened.last[known]
-    ends = states(paths, lambda path: opened.bits_at(("next", *path), rows), len(known))
-    state = dict(zip(known, ends, strict=True))
+    at_last = dict(zip(known, opened.last[known].tolist(), strict=True))
     length = {slot: int(opened.length[slot]) for slot in known}
+    # By row: entries of first steps, and of last steps with what came of them.
+    starts = states(paths, lambda path: opened.bits_at(path, firsts), number)
+    rows = np.concatenate((opened.last[known], lasts))
+    here = states(paths, lambda path: opened.bits_at(path, rows), len(rows))
+    then = states(paths, lambda path: opened.bits_at(("next", *path), rows), len(rows))
+    begun, ends = (dict(zip(rows.tolist(), each, strict=True)) for each in (here, then))
+
+    def agrees(i: int, row: int) -> bool:
+        return any(x == y != z for x, y, z in zip(starts[i], ends[row], begun[row], strict=True))
+
     result, unused = Matches(np.empty(number, dtype=np.int64)), iter(opened.new_slots(number))
     for i, (key, size) in enumerate(zip(parts.keys, parts.sizes.tolist(), strict=True)):
         mine, ended = open_of[key], bool(batch.ended[i])
-        fits = (each for each in reversed(mine) if state[each] == starts[i])
-        slot = None if batch.begins[i] else next(fits, None)
+        slot = None
+        if not batch.begins[i]:
+            fit = [each for each in mine if ends[at_last[each]] == starts[i]]
+            if not fit and not proven:
+                fit = [each for each in mine if agrees(i, at_last[each])]
+            slot = fit[-1] if fit else None
         if slot is not None:
             mine.remove(slot)
+            result.links.append((int(firsts[i]), at_last[slot]))
             if max_length is not None and length[slot] + size > max_length:
                 result.over_budget.append(slot)
                 slot = None
         elif mine:
             reason = 'its first step has a true "is_init"'
             if not batch.begins[i]:
-                pairs = zip(paths, starts[i], state[mine[-1]], strict=True)
+                pairs = zip(paths, starts[i], ends[at_last[mine[-1]]], strict=True)
                 path = next(path for path, here, there in pairs if here != there)
                 reason = f"its {name_of(path)} is not the {name_of(('next', *path))} before it"
             result.breaks.append((i, reason))
@@ -172,7 +191,7 @@ def _one_by_one(
         if slot is None:
             slot = next(unused)
             result.fresh[slot], length[slot] = i, 0
-        result.slots[i], state[slot] = slot, stops[i]
+        result.slots[i], at_last[slot] = slot, int(lasts[i])
         length[slot] += size
         if not ended:
             mine.append(slot)
