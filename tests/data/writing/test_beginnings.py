@@ -1,5 +1,6 @@
 """A writer says so if ids are numbered anew, and only then."""
 
+import itertools
 import logging
 
 import pytest
@@ -161,3 +162,18 @@ def test_torchrls_multi_sync_collector(split, caplog):
         collector.shutdown()
     lost = sum(int(episode["step_count"][0]) > 0 for episode in rb.storage.episodes())
     assert (lost > 0) == (SAID in caplog.text) == split
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_single_steps_with_an_entry_that_never_agrees_are_whole_episodes(with_ids):
+    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(), batch_size=4)
+    for episode, t in itertools.product(range(3), range(5)):
+        seen = torch.tensor([[[10.0 * episode + t]], [[100.0 + 10 * episode + t]]])
+        done = torch.full((2, 1, 1), t == 4)
+        after = {"observation": seen + 1, "odd": torch.rand(2, 1, 1), "reward": seen, "done": done}
+        data = {"observation": seen, "odd": seen - 7, "next": after}
+        if with_ids:
+            data["collector"] = {"traj_ids": torch.tensor([[2 * episode], [2 * episode + 1]])}
+        rb.extend(TensorDict(data, [2, 1]))
+    assert rb.storage.lengths.tolist() == [5] * 6
+    assert not rb.writer.open_episodes
