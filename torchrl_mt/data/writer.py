@@ -75,7 +75,9 @@ class _IdSource:
 
 
 _PAIRS = 16
-"""Pairs of steps of each batch to learn from."""
+"""Pairs of steps of a batch to learn from."""
+_ENOUGH = 256
+"""Pairs of an entry after which only one batch in eight is looked at."""
 
 _ZERO_COUNTS = {"breaks": 0, "truncated": 0, "dropped": 0}
 _EMPTY_CACHE: tuple[Any, ...] = (None, None, ((), ()))
@@ -449,9 +451,12 @@ class EpisodeWriter(SavesState, Writer):
 
     def _learned_in_rows(self, batch: Batch, paths: tuple[Path, ...]) -> Pairs:
         """Learn from consecutive steps of a batch which entries follow TED."""
+        pairs = self._pairs
+        if self._open.batches % 8:
+            paths = tuple(path for path in paths if sum(pairs.get(path, (0, 0))) < _ENOUGH)
         at, columns = batch.pairs(_PAIRS), batch.steps.columns
         return learned(
-            self._pairs,
+            pairs,
             paths,
             lambda path: bits_at(columns[path], at + 1),
             lambda path: bits_at(columns[path], at),

@@ -99,6 +99,8 @@ def renumbered(
     if found is not None:
         others[found.slots] = False
     left = np.flatnonzero(others)
+    if not len(left):
+        return None
     first, last = opened.first[left], opened.last[left]
     at, columns = batch.segments.starts[fresh], batch.steps.columns
     begun = states(paths, lambda path: opened.bits_at(path, first), len(left))
