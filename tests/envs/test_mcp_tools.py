@@ -23,7 +23,7 @@ from tests.envs.test_tool_env import call, run, says
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import MCPTools, ToolEnv, mcp_tools
 
 mcp = pytest.importorskip("mcp")
@@ -456,7 +456,7 @@ class ProgramEnv(ToolEnv):
 
 @pytest.mark.slow
 def test_programs_of_environments_in_other_processes():
-    rewards, stats, _ = collect(ProgramEnv, episodes=2, env_workers=1)
+    rewards, stats, _ = collect(ProgramEnv, episodes=2, options=CollectorOptions(env_workers=1))
     assert rewards == [0.0, 1.0] * 2
     assert stats["rejected"] == 0
     wait_until(lambda: not servers())

@@ -15,6 +15,7 @@ from tests.bridges.collecting import collect
 from tests.tiers import first_fast
 from torchrl_mt.bridges.reasoning_gym import ReasoningGymEnv
 from torchrl_mt.bridges.reasoning_gym.evaluated_answers import harmless
+from torchrl_mt.collectors import CollectorOptions
 
 gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 
@@ -300,4 +301,6 @@ def test_a_collector_asks(data):
 @pytest.mark.slow
 def test_questions_are_the_same_in_worker_processes():
     env = ReasoningGymEnv("chain_sum", size=6, min_digits=1, max_digits=2)
-    assert collect(env, answers, number=6) == collect(env, answers, number=6, env_workers=2)
+    assert collect(env, answers, number=6) == collect(
+        env, answers, number=6, options=CollectorOptions(env_workers=2)
+    )

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.bridges.collecting import collect
 from tests.tiers import examples, in_fast_tier
 from torchrl_mt.bridges.textarena import TextArenaEnv
-from torchrl_mt.collectors import Limits
+from torchrl_mt.collectors import CollectorOptions, Limits
 
 ta = pytest.importorskip("textarena", reason="textarena is not installed")
 nltk = pytest.importorskip("nltk")
@@ -610,4 +610,6 @@ def test_a_collector_plays_games_that_its_seeds_determine(name):
 @pytest.mark.slow
 def test_games_run_in_worker_processes():
     env = TextArenaEnv("TicTacToe-v0", opponents=plays)
-    assert collect(env, plays, number=6) == collect(env, plays, number=6, env_workers=2)
+    assert collect(env, plays, number=6) == collect(
+        env, plays, number=6, options=CollectorOptions(env_workers=2)
+    )
