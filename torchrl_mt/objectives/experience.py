@@ -286,8 +286,7 @@ class ExperienceMaker(TensorDictModuleBase):
             if reward is not None:
                 # After the models: running statistics must not count a batch whose scoring failed.
                 reward = self.reward.transformed(reward, whole.episodes, whole.valid)
-            rows = batch.rows
-            number = torch.arange(len(whole.episode), device=whole.mask.device)
+            rows, number = batch.rows, None
             if self.process:
                 left = process_rows(self.process, whole, scores, reward)
                 whole, number, reward = left.batch, left.number, left.reward

@@ -51,8 +51,6 @@ class EnvWorkers:
     """
 
     def __init__(self, number: int, env: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        if number < 1:
-            raise ValueError(f"env_workers must be at least 1 process, got {number}.")
         resolve(env, kwargs)
         if is_workflow(env) or is_agent(env):
             raise _no_environment(f"{env!r}, which calls the engine itself")

@@ -102,9 +102,10 @@ class AllRanks:
         """Take this rank's own rows among those of some numbers ``[K]``, with images and objects."""
         return self.mine.rows[number[self.is_own(number)] - self._first]
 
-    def own(self, value: Any, number: Tensor) -> Any:
-        """Return this rank's part ``[N, S, ...]`` of values ``[K, W, ...]`` of the rows ``number``."""
-        value = value[self.is_own(number)]
+    def own(self, value: Any, number: Tensor | None = None) -> Any:
+        """Return this rank's part ``[N, S, ...]`` of values ``[K, W, ...]`` of these rows, or of all."""
+        mine = slice(self._first, self._first + self.counts[self.rank])
+        value = value[mine if number is None else self.is_own(number)]
         per_token = value.ndim > 1 and value.shape[1] == max(self.widths)
         return value[:, : self.widths[self.rank]].clone() if per_token else value
 
