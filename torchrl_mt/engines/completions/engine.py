@@ -75,42 +75,32 @@ class CompletionsError(HttpError):
 class CompletionsEngine(StaysInProcess):
     """Sample with one or several servers of a model that take and return token ids (vLLM, SGLang).
 
-    Token ids go in and come out: text is never encoded again. Sampling is from the model's own
-    distribution unless ``temperature``, ``extra_body`` or a request changes it. :doc:`/servers` has the
-    servers' options, how requests are shared among them, stop strings, log-probabilities, new weights
-    and their versions. :doc:`/images` has prompts with images.
-
-    Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
+    Token ids go in and come out: text is never encoded again. :doc:`/servers` has the servers' options,
+    how requests are shared among them, retries, stop strings, log-probabilities, new weights and their
+    versions; :doc:`/images` has prompts with images. Needs ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``, or a list of several servers'.
         model: the name under which the servers serve the model.
         tokenizer: the model's tokenizer, or its processor; it renders the messages.
         api_key: sent as a bearer token.
-        max_new_tokens: maximum length of an answer, unless a request sets another.
-        max_total_tokens: maximum length of prompt and answer together. ``None`` asks the server's
-            ``/v1/models`` when first needed; if that does not say, the server refuses what is too long.
-        timeout: seconds for one attempt, from connecting to the answer's last byte.
-        max_retries: retries after a connection error, a timeout, a status 408, 425, 429 or 5xx, or an
-            answer that the server aborted.
-        wait_ready: seconds that requests and updates wait for a server that starts or restarts. A
-            request waits in one attempt, and then fails.
-        backoff: seconds before the first retry, about; doubles for each further one. A ``Retry-After``
-            of up to ``timeout`` is obeyed.
+        max_new_tokens: maximum length of a response, unless a request sets another.
+        max_total_tokens: maximum length of prompt and response together; ``None`` asks the server.
+        timeout: seconds for one attempt, from connecting to the last byte of the reply.
+        max_retries: further attempts of a request after one that failed in passing.
+        wait_ready: seconds that requests and updates wait for a server that starts or restarts.
+        backoff: seconds before the first retry, about; doubles for each further one.
         temperature: divides the logits.
-        logprobs_mode: the distribution of the server's log-probabilities: ``"processed_logprobs"`` is
-            the one sampled from, ``"raw_logprobs"`` the model's own. ``None`` probes the server if it
-            matters.
-        vocab_size: size of the vocabulary; prompts and answers with other tokens fail. ``None`` if
-            unknown.
+        logprobs_mode: the distribution of the server's log-probabilities, ``"processed_logprobs"`` or
+            ``"raw_logprobs"``; ``None`` probes the server if it matters.
+        vocab_size: size of the vocabulary, if known; prompts and responses with other tokens fail.
         max_connections: maximum number of connections per event loop, to all servers together.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
-        version_key: dotted path of the weight version, in the choice or at the root of the answer.
+        version_key: dotted path of the weight version, in the choice or at the root of the reply.
         on_update: loads an update into the servers: :class:`~torchrl_mt.engines.VLLMWeights`,
             :class:`~torchrl_mt.engines.SGLangWeights`, or a plain or ``async`` function of its source.
         processor: the model's processor, for prompts with images, unless ``tokenizer`` is one.
-        image_api: the form of prompts with images: ``"vllm"`` or ``"sglang"``. ``None`` is ``api``; with
-            ``api="openai"``, images are then refused.
+        image_api: the form of prompts with images, ``"vllm"`` or ``"sglang"``; ``None`` is ``api``.
         api: the form of requests: ``"openai"``, ``"vllm"`` or ``"sglang"``.
 
     Raises:
@@ -120,9 +110,7 @@ class CompletionsEngine(StaysInProcess):
             other, or ``extra_body`` has a field that the engine sets.
 
     Examples:
-        >>> engine = CompletionsEngine(  # doctest: +SKIP
-        ...     "http://localhost:8000/v1", "Qwen/Qwen2.5-0.5B-Instruct", tokenizer
-        ... )
+        >>> engine = CompletionsEngine(url, "Qwen/Qwen3-0.6B", tokenizer)  # doctest: +SKIP
         >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
     """
 
@@ -236,7 +224,11 @@ class CompletionsEngine(StaysInProcess):
 
     @property
     def max_total_tokens(self) -> int | None:
-        """Maximum length of prompt and answer together, in tokens; ``None`` if unknown."""
+        """Maximum length of prompt and response together, in tokens; ``None`` if unknown.
+
+        If it was not given, the server's ``/v1/models`` is asked when it is first needed. If that does
+        not say, the server refuses what is too long.
+        """
         self._limit.request()
         return self._limit.tokens
 

@@ -30,22 +30,14 @@ class OpenEnvEnv(TextEnv):
 
     Each episode is a session: a WebSocket that :meth:`reset` opens, and that is closed when the episode
     is over, is abandoned or fails. A session that was lost is never replaced: the episode is rejected.
-    If all sessions of the server are in use, the episode waits.
+    Its cause in the collector's ``stats()`` is :class:`~torchrl_mt.envs.OpenEnvError` or a subclass.
 
-    The item of the data is the data of the reset: a mapping as it is, another value as ``{"data":
-    value}``. A served ``TextEnv`` gets the item itself. What the server sends as ``metadata`` is the
-    step's ``info``.
-
-    Errors are :class:`~torchrl_mt.envs.OpenEnvError` and its subclasses, each a cause of rejections in
-    the collector's ``stats()``.
-
-    Needs ``pip install 'torchrl-mt[remote]'``.
+    Needs ``pip install 'torchrl-mt[remote]'``. :doc:`/remote_envs` has examples.
 
     Args:
-        base_url: address of the server, such as ``"http://localhost:8000"``; several, of which an
-            episode takes the one where this process has the fewest sessions; or a client of the
-            ``openenv`` package, whose typed actions and observations ``to_action`` and ``to_messages``
-            then have. Only its address, its headers and its conversions are used.
+        base_url: address of the server, such as ``"http://localhost:8000"``; a list of several, of which
+            an episode takes the one where this process has the fewest sessions; or a client of the
+            ``openenv`` package, for its typed actions and observations.
         to_messages: makes the messages of an observation. By default, these are its ``"messages"``, or
             else one message of the user: an observation of a single text is that text, any other JSON.
         to_action: makes the action of a response. If it takes a second argument, this is the message
@@ -121,7 +113,11 @@ class OpenEnvEnv(TextEnv):
         return copied
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
-        """Open a session and begin its episode.
+        """Open a session and begin its episode. If all sessions are in use, wait for one.
+
+        Args:
+            data: the item. A mapping is the data of the reset as it is, another value is sent as
+                ``{"data": value}``. A served ``TextEnv`` gets the item itself.
 
         Raises:
             OpenEnvError: if no session can be opened, or the server refuses.
@@ -141,6 +137,8 @@ class OpenEnvEnv(TextEnv):
 
     async def step(self, response: str, message: Message | None = None) -> TextStep:
         """Send the action of a response.
+
+        What the server sends as ``metadata`` is the step's ``info``.
 
         Raises:
             OpenEnvError: if the server refuses, the session was lost, or no answer came in time. The
