@@ -1,4 +1,4 @@
-"""Worker processes: how they start, answer calls and end, and what is sent to them.
+"""Processes that work for this one: how they start, answer calls and end, and what is sent to them.
 
 Every call gets one answer: a value, an error as it was raised, or that the process has ended. No process
 is left when it was told to end, or when this process is gone. Where the system can do that, they are
@@ -202,7 +202,7 @@ class WorkerProcess:
     Args:
         make: makes the host: a class or a function of a module.
         args: its arguments.
-        name: what the log calls the worker.
+        name: the process's name in the log.
         died: class of the error of calls that the process does not answer, as it is gone.
         with_main: send what the main module defines whole; see :func:`pickled`.
         daemon: whether the process is killed at this one's exit, and has no processes of its own.
@@ -294,7 +294,7 @@ class WorkerProcess:
 
 
 def restart_pause(in_a_row: int, longest: float) -> float:
-    """Seconds to wait before a worker is started that died a number of times in a row.
+    """Seconds to wait before a process is started that died a number of times in a row.
 
     Examples:
         >>> [restart_pause(in_a_row, 1.0) for in_a_row in (0, 1, 2, 3, 9)]

@@ -759,4 +759,4 @@ def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, s
     wait_until(lambda: server.open == 0)
     wait_until(lambda: sockets() == before)
     wait_until(lambda: set(threading.enumerate()) <= threads)
-    assert not engine._client._sessions
+    assert not engine._client._by_loop

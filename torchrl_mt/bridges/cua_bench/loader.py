@@ -186,7 +186,7 @@ class MultiTurnDataLoader:
         )
 
         def prepared(batch: TensorDictBase) -> TensorDictBase:
-            batch = collector.add_workers(batch)
+            batch = collector.add_slots(batch)
             if vision is not None:
                 add_shown_images(batch)
             return batch if postproc is None else postproc(batch)
@@ -397,7 +397,7 @@ class MultiTurnDataLoader:
         """
         stats = self._collector.stats()
         with self._changed:
-            stats["prompts/waiting"] = len(self._engine.workers_waiting)
+            stats["prompts/waiting"] = len(self._engine.slots_waiting)
             stats["prompts/unanswered"] = self._engine.num_given
             stats["answers/dropped"] = self._engine.num_dropped
         return stats
@@ -434,7 +434,7 @@ class MultiTurnDataLoader:
 
     def _take_last(self) -> list[Any]:
         """Give out fewer prompts than a batch at the end of the data, when no other can come."""
-        waiting = self._engine.workers_waiting
+        waiting = self._engine.slots_waiting
         if not waiting or self._others_busy(waiting) or not self._collector.is_ending:
             return []
         return self._engine.take(len(waiting))
@@ -476,7 +476,7 @@ class MultiTurnDataLoader:
 
     def _require_answers(self, wait: Wait) -> None:
         """Raise if no batch can come without answers, and only this thread could give them."""
-        asked, given = self._engine.workers_waiting, self._engine.workers_given
+        asked, given = self._engine.slots_waiting, self._engine.slots_given
         unanswered = given - asked
         lost = {slot.index for slot in self._slots.lost} - asked
         if self._collector.is_ending:
@@ -499,7 +499,7 @@ class MultiTurnDataLoader:
     def _require_more(self, size: int, wait: Wait) -> None:
         """Raise if no further steps can come while this thread waits."""
         is_running = self._collector.is_running
-        asked = self._engine.workers_waiting | self._engine.workers_given
+        asked = self._engine.slots_waiting | self._engine.slots_given
         lost = {slot.index for slot in self._slots.lost} - asked
         if self._collector.is_ending:
             all_wait = bool(asked) and not self._others_busy(asked)

@@ -218,7 +218,7 @@ class LoaderCollector(MultiTurnCollector):
         self._on_delivery([episode for group in groups for episode in group.episodes])
         return batch
 
-    def add_workers(self, batch: TensorDictBase) -> TensorDictBase:
+    def add_slots(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the slots into a batch of episodes, as ``"worker_id"``."""
         slots = self._slots.of_episode
         ids = batch["collector", "traj_ids"].tolist()

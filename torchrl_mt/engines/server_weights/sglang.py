@@ -27,7 +27,7 @@ class SGLangWeights(ServerWeights):
 
     - ``"disk"``: weights are saved as safetensors, and the server loads the folder
       (``/update_weights_from_disk``). The folder of the update before is deleted.
-    - ``"nccl"``: weights are broadcast to the server's workers (``/update_weights_from_distributed``)
+    - ``"nccl"``: weights are broadcast to the server's processes (``/update_weights_from_distributed``)
       from a GPU of this process. ``"gloo"`` is for tests without GPUs.
 
     Args:

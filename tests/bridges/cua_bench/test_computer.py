@@ -1,4 +1,4 @@
-"""The protocol of worker servers: forms, faults, and what is left on a server."""
+"""The protocol of servers of computers: forms, faults, and what is left on a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.idle_clock import LIMIT, Loop
 from tests.tiers import examples
 from tests.waiting import wait_until
 from torchrl_mt.bridges.cua_bench import ComputerError, leases, parse_actions
-from torchrl_mt.bridges.cua_bench.worker import server_form
+from torchrl_mt.bridges.cua_bench.computer import server_form
 
 STEP = {"reward": 0.0, "done": False, "text": "screen"}
 
