@@ -56,7 +56,7 @@ def test_an_attempt_has_a_limit_in_all_and_hangs_up(server, fault):
     with closing(Loop()) as loop:
         server.faults = [after(loop.jump, fault)] * 2
         asked = client(server, timeout=LIMIT, max_retries=1)
-        with pytest.raises(HttpError, match=f"2 attempts: no answer within {LIMIT}") as caught:
+        with pytest.raises(HttpError, match=f"2 attempts: no reply within {LIMIT}") as caught:
             loop.run_until_complete(asked.post(BODY, dict))
     assert isinstance(caught.value.__cause__, asyncio.TimeoutError)
     assert server.disconnected.wait(PATIENCE)

@@ -59,7 +59,7 @@ class HttpError(RuntimeError):
 
 
 class TryAgainError(ValueError):
-    """Raised by ``parse`` if the server gave no real answer and a retry may get one."""
+    """Raised by ``parse`` if the server gave no real reply and a retry may get one."""
 
 
 class AttemptError(Exception):
@@ -78,11 +78,11 @@ class AttemptError(Exception):
         self.refused = False
         """Whether nothing listens there, or a proxy says that nothing does."""
         self.timed_out = False
-        """Whether there was no answer in time."""
+        """Whether there was no reply in time."""
         self.given_up = False
-        """Whether the server gave no real answer, and a retry may get one."""
+        """Whether the server gave no real reply, and a retry may get one."""
         self.status: int | None = None
-        """Status of the answer, if there was one and it was no success."""
+        """Status of the reply, if there was one and it was no success."""
         self.at_once = False
         """Set by a target if another attempt should begin at once, as part of this one."""
         self.url = ""
@@ -122,7 +122,7 @@ class HttpClient:
     Args:
         url: the address.
         headers: sent with every request.
-        timeout: seconds for one attempt, from connecting to the answer's last byte. Waiting for a free
+        timeout: seconds for one attempt, from connecting to the reply's last byte. Waiting for a free
             connection does not count.
         max_retries: maximum number of retries of a request.
         backoff: seconds before the first retry, about; doubles for each further one.
@@ -213,14 +213,14 @@ class HttpClient:
         on_attempt: Callable[[], object] = lambda: None,
         target: Callable[[], AbstractAsyncContextManager[Target]] | None = None,
     ) -> _A:
-        """Post ``body`` and return the parsed answer.
+        """Post ``body`` and return the parsed reply.
 
         Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried. A ``Retry-After``
         is obeyed; if it exceeds ``timeout`` seconds, the request fails.
 
         Args:
             body: sent as JSON.
-            parse: called with the answer's JSON. If it raises :class:`TryAgainError`, the request is
+            parse: called with the reply's JSON. If it raises :class:`TryAgainError`, the request is
                 retried; any other ``ValueError``, a ``LookupError`` or a ``TypeError`` fails it.
             on_attempt: called when an attempt begins.
             target: makes a context manager for each attempt, which gives its address; ``None`` is the
@@ -344,7 +344,7 @@ class HttpClient:
             raise
         except asyncio.TimeoutError as error:
             await self._abort(connections, aim)
-            failed = AttemptError(f"no answer within {self._timeout} seconds")
+            failed = AttemptError(f"no reply within {self._timeout} seconds")
             failed.timed_out = True
             raise failed from error
         except (transport_error, self._httpx.DecodingError) as error:
@@ -361,7 +361,7 @@ class HttpClient:
             failed.given_up = not failed.final
             raise failed from error
         except (LookupError, TypeError) as error:
-            unfit = f"the answer lacks what is read: {error!r}"
+            unfit = f"the reply lacks what is read: {error!r}"
             raise AttemptError(unfit, final=True) from error
 
     async def _abort(self, connections: _Connections, aim: Target) -> None:
@@ -432,7 +432,7 @@ def _payload(response: Any) -> Any:
     try:
         return json.loads(response.content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is no JSON ({error}): {response.text[:200]!r}") from error
+        raise ValueError(f"the reply is no JSON ({error}): {response.text[:200]!r}") from error
 
 
 def _message(response: Any) -> str:

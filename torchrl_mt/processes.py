@@ -1,6 +1,6 @@
 """Processes that work for this one: how they start, answer calls and end, and what is sent to them.
 
-Every call gets one answer: a value, an error as it was raised, or that the process has ended. No process
+Every call gets one reply: a value, an error as it was raised, or that the process has ended. No process
 is left when it was told to end, or when this process is gone. Where the system can do that, they are
 forks of a server that has imported the package: they start at once and share its memory.
 """
@@ -149,7 +149,7 @@ class RemoteTraceback(Exception):
 
 
 def answer(value: Any) -> tuple[bool, bytes]:
-    """The answer to a call that returned ``value``."""
+    """The reply to a call that returned ``value``."""
     try:
         return True, pickled(value)
     except Exception as error:
@@ -272,7 +272,7 @@ class WorkerProcess:
             return self._process.exitcode
 
     def _receive(self, connection: Connection) -> None:
-        """Receive answers until the process is gone."""
+        """Receive replies until the process is gone."""
         with suppress(EOFError, OSError):
             # Others that have the process's end of the pipe may outlive it.
             while connection in wait([connection, self._process.sentinel]):

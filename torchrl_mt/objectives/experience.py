@@ -265,7 +265,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 "temperature")`` ``[N]`` is not that of ``passes``; copies of an episode cannot be told
                 apart; no token was sampled; groups are compared but every episode is alone in its
                 group; a reward, log-probability, value or advantage that counts is not finite; a reward
-                source's answer is invalid; or the rows are locked or an output's place is taken. The
+                source's result is invalid; or the rows are locked or an output's place is taken. The
                 rows are then unchanged. Likewise if a function of ``process`` does what it may not.
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
             RuntimeError: If this happens on another rank of ``process_group``.

@@ -180,7 +180,7 @@ class Computer:
         return Reply(None if done else self._read_observation(said), float(reward), done)
 
     def _read_observation(self, said: Mapping[str, Any]) -> Observation:
-        """The screenshot or text of an answer."""
+        """The screenshot or text of a reply."""
         image = said.get("screenshot") or None
         given = (said.get(key) for key in ("text", "observation"))
         text = next((value for value in given if value is not None), None)
@@ -189,7 +189,7 @@ class Computer:
         if image is not None:
             image, self._size = _read_screenshot(image)
         elif text is None:
-            raise ValueError("the answer has no screenshot, text or observation")
+            raise ValueError("the reply has no screenshot, text or observation")
         elif said.get("width") is not None or said.get("height") is not None:
             self._size = _checked_size(said.get("width"), said.get("height"))
         return Observation(text, image, self._size)

@@ -240,13 +240,13 @@ class CompletionsEngine(StaysInProcess):
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Sample an answer to a prompt.
+        """Sample a response to a prompt.
 
         Args:
             prompt_ids: at least one token; one image token for each token of the images.
             images: all images of the prompt, in order, in any form that
                 :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
-            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+            max_new_tokens: maximum length of the response; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: further fields of this request, such as ``temperature``, ``seed`` or ``stop``.
 
@@ -259,7 +259,7 @@ class CompletionsEngine(StaysInProcess):
             TypeError: if ``prompt_ids`` are no integers, ``sampling`` has a value that JSON lacks,
                 ``stop`` is neither a string nor a list of strings, or ``images`` are given to an engine
                 without ``image_api``.
-            CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
+            CompletionsError: if the server refuses, keeps failing, or sends a malformed reply.
             RuntimeError: if the engine is closed.
         """
         total = await self._limit.wait()
@@ -346,7 +346,7 @@ class CompletionsEngine(StaysInProcess):
         """Let another process update the weights of the servers.
 
         Args:
-            versions: how this engine knows which weights sampled an answer.
+            versions: how this engine knows which weights sampled a response.
 
         Returns:
             By which that process tells what it did, and learns which servers must load weights.
@@ -388,7 +388,7 @@ class CompletionsEngine(StaysInProcess):
     def _request(
         self, body: Mapping[str, Any], prompt: list[int], parse: Callable[[Any], Answer]
     ) -> Request:
-        """Make a request for an answer to text."""
+        """Make a request for a response to text."""
         path = PATHS[self._api]
         if self._api == "vllm":
             return Request(path, to_vllm(body, prompt), lambda said: parse(from_vllm(said)))
@@ -398,14 +398,14 @@ class CompletionsEngine(StaysInProcess):
         return Request(path, {**body, "prompt": prompt}, parse)
 
     async def _sample(self, body: Mapping[str, Any], max_new_tokens: int) -> Answer:
-        """Sample an answer to text, for a probe."""
+        """Sample a response to text, for a probe."""
         prompt = list(body["prompt"])
         parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=max_new_tokens)
         answer, _, _ = await self._ask(self._request(body, prompt, parse), prompt)
         return answer
 
     async def _ask(self, request: Request, prompt: Sequence[int]) -> tuple[Answer, int, Server]:
-        """Send a request; return the answer, and version and server of the attempt that gave it."""
+        """Send a request; return the response, and version and server of the attempt that gave it."""
         attempts: list[tuple[Server, int]] = []
 
         def parse(payload: Any) -> Answer:
@@ -466,7 +466,7 @@ class CompletionsEngine(StaysInProcess):
                 raise
 
     def _stop_string(self, answer: Answer, strings: Sequence[str]) -> str | None:
-        """The stop string that ended an answer; ``None`` if a stop token or the limit did."""
+        """The stop string that ended a response; ``None`` if a stop token or the limit did."""
         if answer.finish_reason != "stop" or isinstance(answer.stopped_by, int):
             return None
         if isinstance(answer.stopped_by, str):
@@ -478,7 +478,7 @@ class CompletionsEngine(StaysInProcess):
 
 
 def _cut(answer: Answer, strings: Sequence[str], tokenizer: Any) -> Answer:
-    """Cut an answer after the first token at which its text contains a stop string."""
+    """Cut a response after the first token at which its text contains a stop string."""
     watched = watch(strings, tokenizer)
     assert watched is not None
     ends = (size for size, token in enumerate(answer.token_ids, 1) if watched.ended_by(token))

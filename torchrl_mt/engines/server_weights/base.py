@@ -80,7 +80,7 @@ class ServerWeights(ABC):
     """
 
     versions: VersionSource = "reported"
-    """How an engine knows which weights sampled an answer."""
+    """How an engine knows which weights sampled a response."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class ServerWeights(ABC):
         try:
             self._pause_server(url, mode)
             yield
-        except BaseException:  # the answer may be lost, and the server paused
+        except BaseException:  # the reply may be lost, and the server paused
             with suppress(ServerError, self._httpx.HTTPError):
                 self._resume_server(url)
             raise
@@ -339,7 +339,7 @@ class ServerWeights(ABC):
         return asked
 
     def _post(self, url: str, path: str, body: Any = None, **params: Any) -> Any:
-        """Post to a server; returns the JSON of its answer, or ``None``."""
+        """Post to a server; returns the JSON of its reply, or ``None``."""
         return self._request("POST", url, path, json=body, params=params)
 
     def _get(self, url: str, path: str) -> Any:

@@ -43,7 +43,7 @@ class OpenEnvEnv(TextEnv):
         to_action: makes the action of a response. If it takes a second argument, this is the message
             with its ``tool_calls``. ``{"response": response}`` by default.
         headers: sent when a session is opened, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: seconds for opening the connection, and for each answer.
+        timeout: seconds for opening the connection, and for each reply.
 
     Raises:
         ValueError: if an address is none, or ``timeout`` is not positive.
@@ -141,7 +141,7 @@ class OpenEnvEnv(TextEnv):
         What the server sends as ``metadata`` is the step's ``info``.
 
         Raises:
-            OpenEnvError: if the server refuses, the session was lost, or no answer came in time. The
+            OpenEnvError: if the server refuses, the session was lost, or no reply came in time. The
                 session has ended then.
         """
         session = self._session
@@ -213,7 +213,7 @@ class OpenEnvEnv(TextEnv):
         return action
 
     def _step(self, answer: Mapping[str, Any]) -> TextStep:
-        """The step of an answer."""
+        """The step of a reply."""
         observation = answer.get("observation")
         reward, done, info = self._outcome(answer)
         flags = (answer, info, observation if isinstance(observation, Mapping) else {})
@@ -231,7 +231,7 @@ class OpenEnvEnv(TextEnv):
         )
 
     def _outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool, Mapping[str, Any]]:
-        """Reward, end of the episode and metadata of an answer."""
+        """Reward, end of the episode and metadata of a reply."""
         reward, done, info = answer.get("reward"), answer.get("done", False), answer.get("metadata")
         if self._client is not None:
             result = self._result("step", answer)
@@ -254,7 +254,7 @@ class OpenEnvEnv(TextEnv):
         return number, done, info or {}
 
     def _messages(self, call: str, answer: Mapping[str, Any]) -> list[Message]:
-        """The messages of an answer."""
+        """The messages of a reply."""
         observation = answer.get("observation")
         if not isinstance(observation, Mapping):
             raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
@@ -279,17 +279,17 @@ class OpenEnvEnv(TextEnv):
         raise self._wrong(call, f"messages must be a list of JSON objects, got {shown(messages)}")
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
-        """The ``StepResult`` that the client of the openenv package makes of an answer."""
+        """The ``StepResult`` that the client of the openenv package makes of a reply."""
         try:
             return self._client._parse_result(dict(answer))
         except Exception as error:
             name = type(self._client).__name__
             raise self._wrong(
-                call, f"{name} cannot read the answer: {type(error).__name__}: {error}"
+                call, f"{name} cannot read the reply: {type(error).__name__}: {error}"
             ) from error
 
     def _wrong(self, call: str, reason: str) -> OpenEnvProtocolError:
-        """The error for an answer that is not what it must be."""
+        """The error for a reply that is not what it must be."""
         return OpenEnvProtocolError(
             self._urls[0] if self._session is None else self._session.url, call, reason
         )
