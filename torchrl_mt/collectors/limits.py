@@ -71,7 +71,8 @@ class Limits:
             cut. ``"end"``: it is truncated; the environment does not see the response. ``"continue"``:
             the environment gets the response as it is and replies to it. The next prompt extends it
             token for token: what ends the turn there counts as the environment's, not as sampled.
-            Workflows and agents always get cut responses, with ``finish_reason="length"``, and may go on.
+            Workflows and agents always get cut responses, with ``finish_reason="length"``, and may go
+            on.
 
     Raises:
         ValueError: if a limit is below 1, a timeout is not positive, or ``on_timeout`` or ``on_cut`` is
