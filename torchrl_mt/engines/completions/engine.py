@@ -87,7 +87,7 @@ class CompletionsEngine(StaysInProcess):
         max_new_tokens: maximum length of a response, unless a request sets another.
         max_total_tokens: maximum length of prompt and response together; ``None`` asks the server.
         timeout: seconds for one attempt, from connecting to the last byte of the reply.
-        max_retries: further attempts of a request after one that failed in passing.
+        max_retries: further attempts of a request that failed, if the fault may pass.
         wait_ready: seconds that requests and updates wait for a server that starts or restarts.
         backoff: seconds before the first retry, about; doubles for each further one.
         temperature: divides the logits.
