@@ -115,7 +115,7 @@ class ComputerEnv(TextEnv):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or what is sent to another process, plays no episode yet.
-        return {**vars(self), "_worker": None, "_episode": None}
+        return {**vars(self), "_computer": None, "_episode": None}
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
         """Begin a task on a free server.
