@@ -1,0 +1,456 @@
+"""Read episodes from dumps, data sets, buffers, batches, rows and experience."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from torchrl_mt.chat.encoding import decode, decode_each
+from torchrl_mt.collectors import Episode
+from torchrl_mt.collectors.dump import episode_records
+from torchrl_mt.data import EpisodeStorage
+from torchrl_mt.datasets import EpisodeDataset
+from torchrl_mt.json_lines import to_json
+from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.transforms.turn_tree import find_parents
+from torchrl_mt.view.episodes import SeenEpisode, SeenTurn
+from torchrl_mt.vision import StoredImage
+
+__all__ = ["name_of", "read_source"]
+
+_VALUES = {
+    "advantage": "advantage",
+    "log_prob": ("log_probs", "full"),
+    "kl": "kl",
+    "entropy": "entropy",
+    "value": "values",
+    "return": "returns",
+    "version": ("versions", "full"),
+}
+"""Entries of rows that are values of tokens."""
+_OF_TURNS = ("tokens", "log_probs", "versions", "text", "next", "collector", "group", "data", "turn")
+"""Entries that are shown elsewhere than among a step's facts."""
+
+
+def name_of(source: Any) -> str:
+    """Name a source in a few words."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    if isinstance(source, EpisodeDataset):
+        return str(source.path)
+    return type(source).__name__
+
+
+def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
+    """Read all episodes of a source.
+
+    Args:
+        source: a folder or file of ``dump_dir``, the path of a data set, an
+            :class:`~torchrl_mt.datasets.EpisodeDataset`, a replay buffer or its storage, a batch of
+            whole episodes ``[ΣT]``, rows or experience ``[N]``, or finished
+            :class:`~torchrl_mt.collectors.Episode` objects.
+        tokenizer: decodes tokens whose text the source lacks; without it they are shown as numbers.
+
+    Raises:
+        TypeError: if it is none of these.
+        FileNotFoundError: if there is no such file.
+        ValueError: if a batch has episodes that do not end.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source).expanduser()
+        files = _dump_files(path)
+        if files:
+            return [*_from_records(_records(files), path if path.is_dir() else path.parent)]
+        source = EpisodeDataset(path)
+    if isinstance(source, ReplayBuffer):
+        source = source._storage
+    if isinstance(source, (EpisodeDataset, EpisodeStorage)):
+        batches: Iterable[Any] = source.episodes()
+        found = [each for batch in batches for each in _from_batch(batch, tokenizer)]
+        for number, episode in enumerate(found):
+            episode.id = episode.id if episode.id >= 0 else number
+        return found
+    if isinstance(source, TensorDictBase):
+        is_rows = ("tokens", "full") in source.keys(include_nested=True, leaves_only=False)
+        read = _from_rows if is_rows else _from_batch
+        return [*read(source, tokenizer)]
+    if isinstance(source, Episode):
+        source = [source]
+    if isinstance(source, Sequence) and all(isinstance(each, Episode) for each in source):
+        records = [record for each in source for record in episode_records(each, tokenizer)]
+        return [*_from_records(records, None)]
+    raise TypeError(
+        "source must be a path, an EpisodeDataset, a replay buffer, a storage, a TensorDict or Episode "
+        f"objects, got {type(source).__name__}."
+    )
+
+
+# Dumps
+
+
+def _dump_files(path: Path) -> list[Path]:
+    """Files of a dump, or none if the path is something else."""
+    if not path.exists():
+        raise FileNotFoundError(f"source: there is nothing at {path}.")
+    files = [path] if path.is_file() else sorted(path.glob("*.jsonl"), key=_number)
+    if path.is_dir():
+        for folder in ("eval", "rejected"):
+            files += sorted((path / folder).glob("*.jsonl"), key=_number)
+    for file in files[:1]:
+        if file.suffix != ".jsonl":
+            return []
+        with file.open(encoding="utf-8") as lines:
+            first = lines.readline()
+        try:
+            is_dump = "prompt_len" in json.loads(first)
+        except (ValueError, TypeError):
+            is_dump = False
+        if not is_dump:
+            return []
+    return files
+
+
+def _number(path: Path) -> tuple[bool, int, str]:
+    """Order of files: by number."""
+    name = path.stem
+    return (True, int(name), "") if name.lstrip("-").isdigit() else (False, 0, name)
+
+
+def _records(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n"):  # A run may be writing.
+                    yield json.loads(line) | {"eval": file.parent.name == "eval"}
+
+
+def _from_records(
+    records: Iterable[Mapping[str, Any]], folder: Path | None
+) -> Iterator[SeenEpisode]:
+    """Read the records of dumps, rows of one episode one after the other."""
+    episode, key = None, None
+    for record in records:
+        its = (record["traj_id"], record["eval"] if "eval" in record else False)
+        if episode is None or its != key or record["fork"] == 0:
+            if episode is not None:
+                yield episode
+            key, task = its, record["task_id"]
+            episode = SeenEpisode(
+                record["traj_id"],
+                record["group"],
+                record["sample_idx"],
+                None if task == record["group"] else str(task),
+                record["stop_reason"],
+                record.get("rejected"),
+                its[1],
+            )
+        episode.length += record["seqlen"]
+        _add_row(episode, record, folder)
+    if episode is not None:
+        yield episode
+
+
+def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | None) -> None:
+    """Add the turns of a record."""
+    left = [_message(message, folder) for message in record["messages"]]
+    previous = -1
+    for span in record["turns"]:
+        taken = span.get("num_messages", _up_to_reply(left))
+        messages, left = left[:taken], left[taken:]
+        reply = _up_to_reply(messages) - 1
+        said = messages[reply] if messages and messages[reply]["role"] == "assistant" else None
+        ids = span.get("token_ids", [])
+        values = {"version": span["versions"]} if "versions" in span else {}
+        if "log_probs" in span:
+            values["log_prob"] = [float(each) for each in span["log_probs"]]
+        turn = SeenTurn(
+            span["turn"],
+            record["fork"],
+            previous,
+            span["reward"],
+            span["finish_reason"],
+            messages if said is None else messages[:reply],
+            said,
+            ids,
+            span.get("pieces", _numbers(ids)),
+            {name: np.asarray(each, np.float32) for name, each in values.items()},
+        )
+        episode.turns.append(turn)
+        if said is not None and messages[reply + 1 :]:
+            left = messages[reply + 1 :] + left
+        previous = turn.turn
+    if left:
+        number = 1 + max((turn.turn for turn in episode.turns), default=-1)
+        episode.turns.append(SeenTurn(number, record["fork"], previous, given=left))
+
+
+def _up_to_reply(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Number of messages up to the first of the assistant; all if there is none."""
+    return next(
+        (k + 1 for k, each in enumerate(messages) if each["role"] == "assistant"), len(messages)
+    )
+
+
+# Rows
+
+
+def _from_rows(
+    rows: TensorDictBase, tokenizer: Any, facts: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[SeenEpisode]:
+    """Read rows; ``facts`` are those of each turn of the batch they were merged from, by episode."""
+    arrays = {
+        name: _array(rows[key])
+        for name, key in _VALUES.items()
+        if key in rows.keys(include_nested=True)
+    }
+    keys = rows.keys(include_nested=True)
+    ids = _array(rows["tokens", "full"])
+    sampled = _array(rows["masks", "all_assistant_mask"])
+    there = _array(rows.get(("masks", "all_attention_mask"), torch.ones_like(rows["tokens", "full"]) > 0))
+    turns = _array(rows["turns", "full"]) if ("turns", "full") in keys else _turns_of(sampled)
+    rewards = _array(rows["rewards", "full"]) if ("rewards", "full") in keys else None
+    if ("log_probs", "old") in keys and "log_prob" in arrays:
+        gap = _array(rows["log_probs", "old"]).astype(np.float64) - arrays["log_prob"]
+        arrays["ratio"] = np.exp(gap)
+    episodes: dict[int, SeenEpisode] = {}
+    begins: dict[int, list[tuple[SeenTurn, torch.Tensor]]] = {}
+    numbers = _column(rows, "episode", range(len(rows)))
+    groups = _column(rows, "group", [None] * len(rows))
+    for i, (number, group) in enumerate(zip(numbers, groups, strict=True)):
+        episode = episodes.setdefault(number, SeenEpisode(number, group))
+        row = 1 + max((turn.row for turn in episode.turns), default=-1)
+        at = np.flatnonzero(there[i])
+        episode.length += len(at)
+        of_turn, chosen = turns[i, at], sampled[i, at]
+        for turn in np.unique(of_turn[of_turn >= 0]):
+            mine = at[(of_turn == turn) & chosen]
+            before = at[(of_turn == turn) & ~chosen]
+            first = int(mine[0]) if len(mine) else int(at[of_turn == turn][-1]) + 1
+            prefix = at[at < first]
+            seen = SeenTurn(
+                int(turn),
+                row,
+                ids=ids[i, mine].tolist(),
+                values={name: each[i, mine].astype(np.float32) for name, each in arrays.items()},
+                reward=None if rewards is None else float(rewards[i, at[of_turn == turn]].sum()),
+            )
+            seen.pieces = _pieces(tokenizer, seen.ids, ids[i, prefix[-1:]].tolist())
+            if len(before):
+                seen.given = [{"role": "tokens", "content": _text(tokenizer, ids[i, before])}]
+            episode.turns.append(seen)
+            begins.setdefault(number, []).append((seen, torch.as_tensor(ids[i, prefix])))
+    for number, episode in episodes.items():
+        _set_parents(sorted(begins[number], key=lambda each: each[0].turn) if number in begins else [])
+        episode.turns.sort(key=lambda turn: turn.turn)
+        yield episode
+
+
+def _set_parents(turns: Sequence[tuple[SeenTurn, torch.Tensor]]) -> None:
+    if not turns:
+        return
+    sizes = [len(turn.ids) for turn, _ in turns]
+    responses = torch.tensor([token for turn, _ in turns for token in turn.ids], dtype=torch.int64)
+    parents = find_parents(
+        [prompt.long() for _, prompt in turns], responses, sizes, [0] * len(turns)
+    )
+    for (turn, _), parent in zip(turns, parents, strict=True):
+        turn.parent = turns[parent][0].turn if parent >= 0 else -1
+
+
+def _turns_of(sampled: np.ndarray) -> np.ndarray:
+    """Number the turns of rows: each run of sampled tokens ends one."""
+    ends = np.zeros(sampled.shape, np.int64)
+    ends[:, 1:] = sampled[:, :-1] & ~sampled[:, 1:]
+    return ends.cumsum(1)
+
+
+# Batches of turns or steps
+
+
+def _from_batch(batch: Any, tokenizer: Any) -> Iterator[SeenEpisode]:
+    """Read whole episodes in TED, ``[ΣT]``."""
+    keys = batch.keys(include_nested=True)
+    if ("tokens", "prompt") not in keys or ("tokens", "response") not in keys:
+        yield from _from_steps(batch)
+        return
+    read = [("tokens", "prompt"), ("tokens", "response"), ("log_probs", "response")]
+    read += [("versions", "response"), ("next", "reward"), ("next", "done"), ("turn", "parent")]
+    read += [("collector", "traj_ids"), "episode", "group", ("next", "terminated"), ("next", "truncated")]
+    rows = MergeTurns(carry=())(batch.select(*read, strict=False))
+    facts = [_facts_of(episode) for episode in _split(batch)]
+    places = dict(zip(rows["episode"].tolist(), rows["episode_index"].tolist(), strict=True))
+    for episode in _from_rows(rows, tokenizer):
+        _add_facts(episode, facts[places[episode.id]])
+        yield episode
+
+
+def _split(batch: Any) -> list[Any]:
+    """Split a batch where episodes end."""
+    done = batch.get(("next", "done"), None)
+    if done is None:
+        return [batch]
+    ends = [*(np.flatnonzero(_array(done).reshape(len(batch))) + 1).tolist()]
+    if not ends or ends[-1] != len(batch):
+        ends.append(len(batch))
+    return [batch[start:stop] for start, stop in pairwise([0, *ends])]
+
+
+def _facts_of(episode: Any) -> dict[str, list[Any]]:
+    """Objects of every turn of an episode, by name."""
+    found = {}
+    for name in ("text", "finish_reason", "stop_reason", "data", "info"):
+        if name in episode.keys():
+            found[name] = _objects(episode, name)
+    return found
+
+
+def _add_facts(episode: SeenEpisode, facts: Mapping[str, Sequence[Any]]) -> None:
+    for turn in episode.turns:
+        k = turn.turn
+        if k < len(facts.get("finish_reason", ())):
+            turn.finish = _word(facts["finish_reason"][k])
+        texts = facts.get("text", ())
+        if k < len(texts) and texts[k]:
+            messages = [_message(message, None) for message in texts[k]]
+            reply = _up_to_reply(messages) - 1
+            turn.given = messages
+            if messages[reply]["role"] == "assistant":
+                turn.given, turn.said = messages[:reply], messages[reply]
+                if messages[reply + 1 :]:
+                    end = SeenTurn(len(texts), turn.row, k, given=messages[reply + 1 :])
+                    episode.turns.append(end)
+    if facts.get("stop_reason"):
+        episode.stop = _word(facts["stop_reason"][-1])
+    if facts.get("data"):
+        data = facts["data"][-1]
+        if isinstance(data, Mapping) and "task_id" in data:
+            episode.task = str(data["task_id"])
+        episode.facts["data"] = to_json(data)
+
+
+def _from_steps(batch: Any) -> Iterator[SeenEpisode]:
+    """Read episodes of any environment: what was seen, what was done, and the reward."""
+    for steps in _split(batch):
+        number = steps.get(("collector", "traj_ids"), steps.get("episode", None))
+        episode = SeenEpisode(-1 if number is None else int(_array(number).reshape(-1)[0]))
+        for k, step in enumerate(steps.unbind(0)):
+            seen, done = {}, {}
+            for key, value in step.items():
+                if key not in _OF_TURNS:
+                    (done if key == "action" else seen)[key] = _shown(value)
+            reward = step.get(("next", "reward"), None)
+            turn = SeenTurn(k, parent=k - 1, reward=None if reward is None else float(reward.sum()))
+            turn.given = [{"role": "step", "content": _lines(seen)}]
+            turn.said = {"role": "action", "content": _lines(done)} if done else None
+            episode.turns.append(turn)
+        episode.length = len(steps)
+        yield episode
+
+
+# Values
+
+
+def _array(value: torch.Tensor) -> np.ndarray:
+    """A tensor as an array; ``[N, S, 1]`` as ``[N, S]``."""
+    value = value.detach().cpu()
+    if value.ndim == 3:
+        value = value.squeeze(-1)
+    return value.float().numpy() if value.dtype.is_floating_point else value.numpy()
+
+
+def _column(rows: TensorDictBase, key: str, default: Sequence[Any]) -> list[Any]:
+    return rows[key].reshape(len(rows)).tolist() if key in rows.keys() else [*default]
+
+
+def _objects(batch: Any, key: str) -> list[Any]:
+    """Python objects of each step."""
+    value = batch.get(key)
+    return [value.data] * len(batch) if isinstance(value, NonTensorData) else value.tolist()
+
+
+def _pieces(tokenizer: Any, ids: Sequence[int], before: Sequence[int]) -> list[str]:
+    return _numbers(ids) if tokenizer is None else decode_each(tokenizer, ids, before)
+
+
+def _numbers(ids: Sequence[int]) -> list[str]:
+    return [f"{token} " for token in ids]
+
+
+def _text(tokenizer: Any, ids: np.ndarray) -> str:
+    return " ".join(map(str, ids)) if tokenizer is None else decode(tokenizer, ids.tolist())
+
+
+def _word(value: Any) -> str | None:
+    return str(getattr(value, "value", value)) or None
+
+
+def _shown(value: Any) -> str:
+    """A value of a step, in a line."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() > 16:
+            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        value = value.tolist()
+    return json.dumps(to_json(value), ensure_ascii=False)
+
+
+def _lines(values: Mapping[str, str]) -> str:
+    return "\n".join(f"{name} = {value}" for name, value in values.items())
+
+
+def _message(message: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """A message as the page shows it."""
+    content, images = message.get("content"), []
+    if isinstance(content, (list, tuple)):
+        texts = []
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "image":
+                images.append(_image(part.get("image"), folder))
+            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            else:
+                texts.append(json.dumps(to_json(part), ensure_ascii=False))
+        content = "\n".join(texts)
+    elif content is not None and not isinstance(content, str):
+        content = json.dumps(to_json(content), ensure_ascii=False)
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    shown = {
+        "content": content,
+        "reasoning": message.get("reasoning_content") or message.get("reasoning"),
+        "tool_calls": calls or None,
+        "name": message.get("name"),
+        "images": [image for image in images if image is not None] or None,
+    }
+    role = str(message.get("role", ""))
+    return {"role": role} | {key: each for key, each in shown.items() if each is not None}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    made = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = made.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # Shown as it is.
+    return {"name": str(made.get("name", call)), "arguments": to_json(arguments)}
+
+
+def _image(image: Any, folder: Path | None) -> StoredImage | None:
+    """An image of a message; of a dump, a file within its folder."""
+    if isinstance(image, StoredImage):
+        return image
+    if isinstance(image, str) and folder is not None:
+        for root in (folder, folder.parent):
+            file = (root / image).resolve()
+            if file.is_file() and file.is_relative_to(root.resolve() / "images"):
+                return StoredImage.of(file.read_bytes())
+    return None
