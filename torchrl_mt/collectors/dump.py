@@ -143,12 +143,13 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
         - ``messages``: new messages of the row's turns, images as the names of their files;
         - ``prompt`` and ``completion``: the row before its first sampled token, and from there on, the
           environment's tokens included;
-        - ``turns``: for each turn of the row its index in the episode (``"turn"``), the slice of its
-          sampled tokens (``"start"`` to ``"stop"``), ``"reward"``, ``"finish_reason"``, the number of
-          its ``messages``, and of each sampled token ``"token_ids"``, ``"log_probs"`` (to six decimal
-          places), ``"versions"`` and, with a tokenizer, ``"pieces"``: its text.
+        - ``turns``: for each turn of the row its index in the episode (``"turn"``), its ``"parent"``
+          (:attr:`Turn.parent`), the slice of its sampled tokens (``"start"`` to ``"stop"``),
+          ``"reward"``, ``"finish_reason"``, ``"num_messages"``, and of each sampled token
+          ``"token_ids"``, ``"log_probs"`` (to six decimal places), ``"versions"`` and, with a
+          tokenizer, ``"pieces"``: its text.
     """
-    turns, rows = episode.turns, episode.rows()
+    turns, rows, parents = episode.turns, episode.rows(), episode.parents()
     num_rows = max(len(rows.last), 1)
     of_episode = {
         "task_id": episode.task_id,
@@ -178,7 +179,7 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
             "messages": [_readable(message) for _, turn in mine for message in turn.messages],
             "prompt": prompt,
             "completion": completion,
-            "turns": [_of_turn(k, turn, tokenizer) for k, turn in mine],
+            "turns": [_of_turn(k, parents[k], turn, tokenizer) for k, turn in mine],
         }
         records.append(to_json(of_episode | of_row))
     return records
@@ -205,12 +206,13 @@ def _tokens(turn: Turn) -> list[int]:
     return [*turn.prompt_ids, *turn.completion.token_ids]
 
 
-def _of_turn(k: int, turn: Turn, tokenizer: Any) -> dict[str, Any]:
+def _of_turn(k: int, parent: int, turn: Turn, tokenizer: Any) -> dict[str, Any]:
     """The entry of a turn in ``"turns"``."""
     start, completion = len(turn.prompt_ids), turn.completion
     sampled = list(completion.token_ids)
     entry = {
         "turn": k,
+        "parent": parent,
         "start": start,
         "stop": start + len(sampled),
         "reward": turn.reward,

@@ -29,7 +29,7 @@ class SeenTurn:
     reward: float | None = None
     finish: str | None = None
     """Why the answer ended."""
-    given: list[Mapping[str, Any]] = field(default_factory=list)
+    given: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """New messages before the answer."""
     said: Mapping[str, Any] | None = None
     """The answer as a message."""

@@ -87,8 +87,8 @@ class Report:
         source: as of :func:`write_report`.
         tokenizer: likewise.
         title: the page's title.
-        health: findings about the run, each a dict of ``"level"`` (``"bad"``, ``"watch"`` or ``"good"``),
-            ``"title"``, ``"text"`` and ``"link"``; shown at the top.
+        health: findings about the run, each a dict of ``"level"`` (``"bad"``, ``"watch"`` or
+            ``"good"``), ``"title"``, ``"text"`` and ``"link"``; shown at the top.
     """
 
     def __init__(

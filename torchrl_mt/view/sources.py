@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from torchrl_mt.collectors.dump import episode_records
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import EpisodeDataset
 from torchrl_mt.json_lines import to_json
-from torchrl_mt.transforms import MergeTurns
-from torchrl_mt.transforms.turn_tree import find_parents
+from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 from torchrl_mt.view.episodes import SeenEpisode, SeenTurn
 from torchrl_mt.vision import StoredImage
 
@@ -37,8 +37,6 @@ _VALUES = {
     "version": ("versions", "full"),
 }
 """Entries of rows that are values of tokens."""
-_OF_TURNS = ("tokens", "log_probs", "versions", "text", "next", "collector", "group", "data", "turn")
-"""Entries that are shown elsewhere than among a step's facts."""
 
 
 def name_of(source: Any) -> str:
@@ -63,7 +61,6 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
     Raises:
         TypeError: if it is none of these.
         FileNotFoundError: if there is no such file.
-        ValueError: if a batch has episodes that do not end.
     """
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
@@ -74,10 +71,12 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
     if isinstance(source, ReplayBuffer):
         source = source._storage
     if isinstance(source, (EpisodeDataset, EpisodeStorage)):
-        batches: Iterable[Any] = source.episodes()
-        found = [each for batch in batches for each in _from_batch(batch, tokenizer)]
-        for number, episode in enumerate(found):
-            episode.id = episode.id if episode.id >= 0 else number
+        found = []
+        for number, batch in enumerate(source.episodes()):
+            for episode in _from_batch(batch, tokenizer):
+                if not {("collector", "traj_ids"), "episode"} & {*batch.keys(include_nested=True)}:
+                    episode.id = number
+                found.append(episode)
         return found
     if isinstance(source, TensorDictBase):
         is_rows = ("tokens", "full") in source.keys(include_nested=True, leaves_only=False)
@@ -136,14 +135,13 @@ def _records(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 def _from_records(
     records: Iterable[Mapping[str, Any]], folder: Path | None
 ) -> Iterator[SeenEpisode]:
-    """Read the records of dumps, rows of one episode one after the other."""
-    episode, key = None, None
+    """Read the records of dumps, the rows of an episode one after the other."""
+    episode = None
     for record in records:
-        its = (record["traj_id"], record["eval"] if "eval" in record else False)
-        if episode is None or its != key or record["fork"] == 0:
+        if episode is None or record["fork"] == 0:
             if episode is not None:
                 yield episode
-            key, task = its, record["task_id"]
+            task = record["task_id"]
             episode = SeenEpisode(
                 record["traj_id"],
                 record["group"],
@@ -151,7 +149,7 @@ def _from_records(
                 None if task == record["group"] else str(task),
                 record["stop_reason"],
                 record.get("rejected"),
-                its[1],
+                record.get("eval", False),
             )
         episode.length += record["seqlen"]
         _add_row(episode, record, folder)
@@ -162,51 +160,35 @@ def _from_records(
 def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | None) -> None:
     """Add the turns of a record."""
     left = [_message(message, folder) for message in record["messages"]]
-    previous = -1
     for span in record["turns"]:
-        taken = span.get("num_messages", _up_to_reply(left))
-        messages, left = left[:taken], left[taken:]
-        reply = _up_to_reply(messages) - 1
-        said = messages[reply] if messages and messages[reply]["role"] == "assistant" else None
         ids = span.get("token_ids", [])
-        values = {"version": span["versions"]} if "versions" in span else {}
-        if "log_probs" in span:
-            values["log_prob"] = [float(each) for each in span["log_probs"]]
         turn = SeenTurn(
             span["turn"],
             record["fork"],
-            previous,
+            span.get("parent", span["turn"] - 1),
             span["reward"],
             span["finish_reason"],
-            messages if said is None else messages[:reply],
-            said,
-            ids,
-            span.get("pieces", _numbers(ids)),
-            {name: np.asarray(each, np.float32) for name, each in values.items()},
+            ids=ids,
+            pieces=span.get("pieces", _numbers(ids)),
         )
+        if "versions" in span:
+            turn.values["version"] = np.asarray(span["versions"], np.float32)
+            # Numbers that JSON lacks are strings.
+            turn.values["log_prob"] = np.asarray([*map(float, span["log_probs"])], np.float32)
         episode.turns.append(turn)
-        if said is not None and messages[reply + 1 :]:
-            left = messages[reply + 1 :] + left
-        previous = turn.turn
-    if left:
-        number = 1 + max((turn.turn for turn in episode.turns), default=-1)
-        episode.turns.append(SeenTurn(number, record["fork"], previous, given=left))
-
-
-def _up_to_reply(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Number of messages up to the first of the assistant; all if there is none."""
-    return next(
-        (k + 1 for k, each in enumerate(messages) if each["role"] == "assistant"), len(messages)
-    )
+        taken = span.get("num_messages", len(left))
+        after = _add_messages(turn, left[:taken])
+        left = left[taken:] if "num_messages" in span else after
+        if after and "num_messages" in span:
+            episode.turns.append(SeenTurn(turn.turn + 1, turn.row, turn.turn, given=after))
+    episode.turns.sort(key=lambda turn: turn.turn)
 
 
 # Rows
 
 
-def _from_rows(
-    rows: TensorDictBase, tokenizer: Any, facts: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[SeenEpisode]:
-    """Read rows; ``facts`` are those of each turn of the batch they were merged from, by episode."""
+def _from_rows(rows: TensorDictBase, tokenizer: Any) -> Iterator[SeenEpisode]:
+    """Read rows; what turns of no token said is not in them."""
     arrays = {
         name: _array(rows[key])
         for name, key in _VALUES.items()
@@ -215,7 +197,9 @@ def _from_rows(
     keys = rows.keys(include_nested=True)
     ids = _array(rows["tokens", "full"])
     sampled = _array(rows["masks", "all_assistant_mask"])
-    there = _array(rows.get(("masks", "all_attention_mask"), torch.ones_like(rows["tokens", "full"]) > 0))
+    there = _array(
+        rows.get(("masks", "all_attention_mask"), torch.ones_like(rows["tokens", "full"]) > 0)
+    )
     turns = _array(rows["turns", "full"]) if ("turns", "full") in keys else _turns_of(sampled)
     rewards = _array(rows["rewards", "full"]) if ("rewards", "full") in keys else None
     if ("log_probs", "old") in keys and "log_prob" in arrays:
@@ -245,11 +229,13 @@ def _from_rows(
             )
             seen.pieces = _pieces(tokenizer, seen.ids, ids[i, prefix[-1:]].tolist())
             if len(before):
-                seen.given = [{"role": "tokens", "content": _text(tokenizer, ids[i, before])}]
+                seen.given = [_given(tokenizer, ids[i, before].tolist())]
             episode.turns.append(seen)
             begins.setdefault(number, []).append((seen, torch.as_tensor(ids[i, prefix])))
     for number, episode in episodes.items():
-        _set_parents(sorted(begins[number], key=lambda each: each[0].turn) if number in begins else [])
+        _set_parents(
+            sorted(begins[number], key=lambda each: each[0].turn) if number in begins else []
+        )
         episode.turns.sort(key=lambda turn: turn.turn)
         yield episode
 
@@ -277,83 +263,104 @@ def _turns_of(sampled: np.ndarray) -> np.ndarray:
 
 
 def _from_batch(batch: Any, tokenizer: Any) -> Iterator[SeenEpisode]:
-    """Read whole episodes in TED, ``[ΣT]``."""
+    """Read episodes in TED, ``[ΣT]``."""
     keys = batch.keys(include_nested=True)
-    if ("tokens", "prompt") not in keys or ("tokens", "response") not in keys:
-        yield from _from_steps(batch)
-        return
-    read = [("tokens", "prompt"), ("tokens", "response"), ("log_probs", "response")]
-    read += [("versions", "response"), ("next", "reward"), ("next", "done"), ("turn", "parent")]
-    read += [("collector", "traj_ids"), "episode", "group", ("next", "terminated"), ("next", "truncated")]
-    rows = MergeTurns(carry=())(batch.select(*read, strict=False))
-    facts = [_facts_of(episode) for episode in _split(batch)]
-    places = dict(zip(rows["episode"].tolist(), rows["episode_index"].tolist(), strict=True))
-    for episode in _from_rows(rows, tokenizer):
-        _add_facts(episode, facts[places[episode.id]])
+    is_dialogue = ("tokens", "prompt") in keys and ("tokens", "response") in keys
+    for number, steps in enumerate(_split(batch)):
+        ids = steps.get(("collector", "traj_ids"), steps.get("episode", None))
+        groups = steps.get("group", None)
+        episode = SeenEpisode(
+            number if ids is None else int(ids.reshape(-1)[0]),
+            None if groups is None else int(groups.reshape(-1)[0]),
+        )
+        (_add_turns if is_dialogue else _add_steps)(episode, steps, tokenizer)
         yield episode
 
 
 def _split(batch: Any) -> list[Any]:
     """Split a batch where episodes end."""
     done = batch.get(("next", "done"), None)
-    if done is None:
-        return [batch]
-    ends = [*(np.flatnonzero(_array(done).reshape(len(batch))) + 1).tolist()]
-    if not ends or ends[-1] != len(batch):
+    ends = [] if done is None else (np.flatnonzero(_array(done).reshape(len(batch))) + 1).tolist()
+    if len(batch) not in ends:
         ends.append(len(batch))
     return [batch[start:stop] for start, stop in pairwise([0, *ends])]
 
 
-def _facts_of(episode: Any) -> dict[str, list[Any]]:
-    """Objects of every turn of an episode, by name."""
-    found = {}
-    for name in ("text", "finish_reason", "stop_reason", "data", "info"):
-        if name in episode.keys():
-            found[name] = _objects(episode, name)
-    return found
-
-
-def _add_facts(episode: SeenEpisode, facts: Mapping[str, Sequence[Any]]) -> None:
-    for turn in episode.turns:
-        k = turn.turn
-        if k < len(facts.get("finish_reason", ())):
-            turn.finish = _word(facts["finish_reason"][k])
-        texts = facts.get("text", ())
-        if k < len(texts) and texts[k]:
+def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
+    """Add the turns of a dialogue."""
+    prompts, responses = (_ragged(steps, ("tokens", name)) for name in ("prompt", "response"))
+    sizes = [len(response) for response in responses]
+    claimed = steps.get(("turn", "parent"), None)
+    parents = find_parents(
+        prompts,
+        torch.cat([*responses]).long(),
+        sizes,
+        [0] * len(sizes),
+        None if claimed is None else claimed.reshape(-1).tolist(),
+    )
+    rows = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
+    episode.length = sum(rows.length)
+    keys = steps.keys(include_nested=True)
+    values = {
+        name: _ragged(steps, (key, "response"))
+        for name, key in (("log_prob", "log_probs"), ("version", "versions"))
+        if (key, "response") in keys
+    }
+    rewards = steps.get(("next", "reward"), None)
+    texts, ends, stops, data = (
+        _objects(steps, key) if key in keys else None
+        for key in ("text", "finish_reason", "stop_reason", "data")
+    )
+    for k, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        turn = SeenTurn(
+            k,
+            rows.row[k],
+            parents[k],
+            None if rewards is None else float(rewards[k].sum()),
+            None if ends is None else _word(ends[k]),
+            ids=response.tolist(),
+            pieces=_pieces(tokenizer, response.tolist(), prompt[-1:].tolist()),
+            values={name: _array(each[k]).astype(np.float32) for name, each in values.items()},
+        )
+        episode.turns.append(turn)
+        if texts is not None and texts[k]:
             messages = [_message(message, None) for message in texts[k]]
-            reply = _up_to_reply(messages) - 1
-            turn.given = messages
-            if messages[reply]["role"] == "assistant":
-                turn.given, turn.said = messages[:reply], messages[reply]
-                if messages[reply + 1 :]:
-                    end = SeenTurn(len(texts), turn.row, k, given=messages[reply + 1 :])
-                    episode.turns.append(end)
-    if facts.get("stop_reason"):
-        episode.stop = _word(facts["stop_reason"][-1])
-    if facts.get("data"):
-        data = facts["data"][-1]
-        if isinstance(data, Mapping) and "task_id" in data:
-            episode.task = str(data["task_id"])
-        episode.facts["data"] = to_json(data)
+            after = _add_messages(turn, messages)
+            if after:
+                episode.turns.append(SeenTurn(k + 1, turn.row, k, given=after))
+        elif len(prompt) > rows.known[k]:
+            turn.given = [_given(tokenizer, prompt[rows.known[k] :].tolist())]
+    episode.stop = None if stops is None else _word(stops[-1])
+    if data is not None:
+        episode.facts["data"] = to_json(data[-1])
+        if isinstance(data[-1], Mapping) and "task_id" in data[-1]:
+            episode.task = str(data[-1]["task_id"])
 
 
-def _from_steps(batch: Any) -> Iterator[SeenEpisode]:
-    """Read episodes of any environment: what was seen, what was done, and the reward."""
-    for steps in _split(batch):
-        number = steps.get(("collector", "traj_ids"), steps.get("episode", None))
-        episode = SeenEpisode(-1 if number is None else int(_array(number).reshape(-1)[0]))
-        for k, step in enumerate(steps.unbind(0)):
-            seen, done = {}, {}
-            for key, value in step.items():
-                if key not in _OF_TURNS:
-                    (done if key == "action" else seen)[key] = _shown(value)
-            reward = step.get(("next", "reward"), None)
-            turn = SeenTurn(k, parent=k - 1, reward=None if reward is None else float(reward.sum()))
-            turn.given = [{"role": "step", "content": _lines(seen)}]
-            turn.said = {"role": "action", "content": _lines(done)} if done else None
-            episode.turns.append(turn)
-        episode.length = len(steps)
-        yield episode
+def _add_messages(turn: SeenTurn, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the messages before the answer and the answer; return those after it."""
+    reply = next((k for k, each in enumerate(messages) if each["role"] == "assistant"), None)
+    turn.given = messages[:reply]
+    if reply is None:
+        return []
+    turn.said = messages[reply]
+    return messages[reply + 1 :]
+
+
+def _add_steps(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
+    """Add the steps of any other environment: what was seen, what was done, and the reward."""
+    episode.length = len(steps)
+    for k, step in enumerate(steps.unbind(0)):
+        seen: dict[str, str] = {}
+        done: dict[str, str] = {}
+        for key, value in step.items():
+            if key not in ("next", "collector", "group", "episode"):
+                (done if key == "action" else seen)[key] = _shown(value)
+        reward = step.get(("next", "reward"), None)
+        turn = SeenTurn(k, parent=k - 1, reward=None if reward is None else float(reward.sum()))
+        turn.given = [{"role": "step", "content": _lines(seen)}]
+        turn.said = {"role": "action", "content": _lines(done)} if done else None
+        episode.turns.append(turn)
 
 
 # Values
@@ -368,7 +375,7 @@ def _array(value: torch.Tensor) -> np.ndarray:
 
 
 def _column(rows: TensorDictBase, key: str, default: Sequence[Any]) -> list[Any]:
-    return rows[key].reshape(len(rows)).tolist() if key in rows.keys() else [*default]
+    return rows[key].reshape(len(rows)).tolist() if key in rows else [*default]
 
 
 def _objects(batch: Any, key: str) -> list[Any]:
@@ -385,8 +392,15 @@ def _numbers(ids: Sequence[int]) -> list[str]:
     return [f"{token} " for token in ids]
 
 
-def _text(tokenizer: Any, ids: np.ndarray) -> str:
-    return " ".join(map(str, ids)) if tokenizer is None else decode(tokenizer, ids.tolist())
+def _given(tokenizer: Any, ids: list[int]) -> dict[str, Any]:
+    """Tokens as a message, where none is known."""
+    text = " ".join(map(str, ids)) if tokenizer is None else decode(tokenizer, ids)
+    return {"role": "tokens", "content": text}
+
+
+def _ragged(steps: Any, key: tuple[str, str]) -> list[torch.Tensor]:
+    """One vector for each step."""
+    return [*steps.get(key, as_list=True)]
 
 
 def _word(value: Any) -> str | None:
@@ -437,10 +451,8 @@ def _call(call: Any) -> dict[str, Any]:
     made = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = made.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):  # Else it is shown as it is.
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # Shown as it is.
     return {"name": str(made.get("name", call)), "arguments": to_json(arguments)}
 
 
