@@ -141,13 +141,14 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
         - ``reward``: of the episode, summed over turns; ``rewards``: of each turn; ``stop_reason``;
           ``num_turns``;
         - ``messages``: new messages of the row's turns, images as the names of their files;
+        - ``token_ids``: the row;
         - ``prompt`` and ``completion``: the row before its first sampled token, and from there on, the
-          environment's tokens included;
+          environment's tokens included; token ids without a tokenizer;
         - ``turns``: for each turn of the row its index in the episode (``"turn"``), its ``"parent"``
           (:attr:`Turn.parent`), the slice of its sampled tokens (``"start"`` to ``"stop"``),
           ``"reward"``, ``"finish_reason"``, ``"num_messages"``, and of each sampled token
-          ``"token_ids"``, ``"log_probs"`` (to six decimal places), ``"versions"`` and, with a
-          tokenizer, ``"pieces"``: its text.
+          ``"log_probs"`` (to six decimal places), ``"versions"`` and, with a tokenizer, ``"pieces"``:
+          its text.
     """
     turns, rows, parents = episode.turns, episode.rows(), episode.parents()
     num_rows = max(len(rows.last), 1)
@@ -177,6 +178,7 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
             "head_version": min(by_policy),
             "tail_version": max(by_policy),
             "messages": [_readable(message) for _, turn in mine for message in turn.messages],
+            "token_ids": tokens,
             "prompt": prompt,
             "completion": completion,
             "turns": [_of_turn(k, parents[k], turn, tokenizer) for k, turn in mine],
@@ -218,7 +220,6 @@ def _of_turn(k: int, parent: int, turn: Turn, tokenizer: Any) -> dict[str, Any]:
         "reward": turn.reward,
         "finish_reason": completion.finish_reason,
         "num_messages": len(turn.messages),
-        "token_ids": sampled,
         "log_probs": np.round(np.asarray(completion.log_probs, np.float64), 6).tolist(),
         "versions": list(completion.versions),
     }

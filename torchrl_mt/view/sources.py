@@ -161,7 +161,7 @@ def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | Non
     """Add the turns of a record."""
     left = [_message(message, folder) for message in record["messages"]]
     for span in record["turns"]:
-        ids = span.get("token_ids", [])
+        ids = record["token_ids"][span["start"] : span["stop"]] if "token_ids" in record else []
         turn = SeenTurn(
             span["turn"],
             record["fork"],
