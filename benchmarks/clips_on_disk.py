@@ -256,7 +256,7 @@ def reading(args: argparse.Namespace) -> Iterable[Row]:
                 del readers
                 clips = {name: CLIPS * data.batches / each for name, each in seconds.items()}
                 yield (
-                    f"{data.name}, stride {stride}, {workers} workers",
+                    f"{data.name}, stride {stride}, num_workers={workers}",
                     *(cell(name, clips) for name in READ),
                 )
 

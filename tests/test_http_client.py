@@ -56,7 +56,7 @@ def test_an_attempt_has_a_limit_in_all_and_hangs_up(server, fault):
     with closing(Loop()) as loop:
         server.faults = [after(loop.jump, fault)] * 2
         asked = client(server, timeout=LIMIT, max_retries=1)
-        with pytest.raises(HttpError, match=f"2 attempts: no answer within {LIMIT}") as caught:
+        with pytest.raises(HttpError, match=f"2 attempts: no reply within {LIMIT}") as caught:
             loop.run_until_complete(asked.post(BODY, dict))
     assert isinstance(caught.value.__cause__, asyncio.TimeoutError)
     assert server.disconnected.wait(PATIENCE)
@@ -111,7 +111,7 @@ def test_many_requests_at_once_share_the_connections(server, count):
     )
     assert server.most_open <= 16
     wait_until(lambda: server.open == 0)
-    assert not asked._sessions
+    assert not asked._by_loop
 
 
 def again(left):
@@ -262,7 +262,7 @@ def test_a_request_that_is_cancelled_twice_leaves_no_socket(server):
             await asyncio.sleep(0.002)
 
     asyncio.run(run())
-    assert not asked._sessions
+    assert not asked._by_loop
 
 
 def test_a_client_serves_several_loops_at_once(server):
@@ -346,7 +346,7 @@ def test_a_request_that_is_cancelled_while_it_hangs_up_leaves_no_socket(server):
 
     async def run():
         tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(5)]
-        while asked._sessions or not server.seen:  # the last one has gone, and hangs up
+        while asked._by_loop or not server.seen:  # the last one has gone, and hangs up
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()

@@ -59,7 +59,7 @@ class HttpError(RuntimeError):
 
 
 class TryAgainError(ValueError):
-    """Raised by ``parse`` if the server gave no real answer and a retry may get one."""
+    """Raised by ``parse`` if the server gave no real reply and a retry may get one."""
 
 
 class AttemptError(Exception):
@@ -78,11 +78,11 @@ class AttemptError(Exception):
         self.refused = False
         """Whether nothing listens there, or a proxy says that nothing does."""
         self.timed_out = False
-        """Whether there was no answer in time."""
+        """Whether there was no reply in time."""
         self.given_up = False
-        """Whether the server gave no real answer, and a retry may get one."""
+        """Whether the server gave no real reply, and a retry may get one."""
         self.status: int | None = None
-        """Status of the answer, if there was one and it was no success."""
+        """Status of the reply, if there was one and it was no success."""
         self.at_once = False
         """Set by a target if another attempt should begin at once, as part of this one."""
         self.url = ""
@@ -101,7 +101,7 @@ class Target:
     """Address and body of what is posted to free the server if the attempt is cancelled or times out."""
 
 
-class _Session:
+class _Connections:
     """Connections of one event loop, and the tasks that use them."""
 
     def __init__(self, client: Any, max_connections: int) -> None:
@@ -111,7 +111,7 @@ class _Session:
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def cancel(self) -> None:
-        """Cancel all open requests; call it on the session's loop."""
+        """Cancel all open requests; call it on their loop."""
         for task in self.tasks:
             task.cancel()
 
@@ -122,7 +122,7 @@ class HttpClient:
     Args:
         url: the address.
         headers: sent with every request.
-        timeout: seconds for one attempt, from connecting to the answer's last byte. Waiting for a free
+        timeout: seconds for one attempt, from connecting to the reply's last byte. Waiting for a free
             connection does not count.
         max_retries: maximum number of retries of a request.
         backoff: seconds before the first retry, about; doubles for each further one.
@@ -195,7 +195,7 @@ class HttpClient:
             "verify": httpx.create_ssl_context() if url.startswith("https:") else False,
         }
         self._lock = threading.Lock()
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session] = (
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = (
             weakref.WeakKeyDictionary()
         )
         self._closed = False
@@ -213,14 +213,14 @@ class HttpClient:
         on_attempt: Callable[[], object] = lambda: None,
         target: Callable[[], AbstractAsyncContextManager[Target]] | None = None,
     ) -> _A:
-        """Post ``body`` and return the parsed answer.
+        """Post ``body`` and return the parsed reply.
 
         Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried. A ``Retry-After``
         is obeyed; if it exceeds ``timeout`` seconds, the request fails.
 
         Args:
             body: sent as JSON.
-            parse: called with the answer's JSON. If it raises :class:`TryAgainError`, the request is
+            parse: called with the reply's JSON. If it raises :class:`TryAgainError`, the request is
                 retried; any other ``ValueError``, a ``LookupError`` or a ``TypeError`` fails it.
             on_attempt: called when an attempt begins.
             target: makes a context manager for each attempt, which gives its address; ``None`` is the
@@ -256,10 +256,10 @@ class HttpClient:
         """Fail all open requests and close their connections; closing again does nothing."""
         with self._lock:
             self._closed = True
-            sessions = dict(self._sessions)
-        for loop, session in sessions.items():
+            by_loop = dict(self._by_loop)
+        for loop, connections in by_loop.items():
             with suppress(RuntimeError):  # a closed loop has no open requests
-                loop.call_soon_threadsafe(session.cancel)
+                loop.call_soon_threadsafe(connections.cancel)
 
     async def _post(
         self,
@@ -287,10 +287,10 @@ class HttpClient:
             sleep=asyncio.sleep,
             reraise=True,
         )
-        async with self._session() as session:
+        async with self._connections() as connections:
             try:
                 return await retrying(
-                    while_away, self._attempt, session, content, parse, on_attempt, target
+                    while_away, self._attempt, connections, content, parse, on_attempt, target
                 )
             except AttemptError as error:
                 attempts = retrying.statistics["attempt_number"]
@@ -308,7 +308,7 @@ class HttpClient:
 
     async def _attempt(
         self,
-        session: _Session,
+        connections: _Connections,
         content: bytes,
         parse: Callable[[Any], _A],
         on_attempt: Callable[[], object],
@@ -317,10 +317,10 @@ class HttpClient:
         """Attempt a request once, or as often as its targets say at once."""
         while True:
             try:
-                async with session.free, target() as aim:
+                async with connections.free, target() as aim:
                     on_attempt()
                     try:
-                        return await self._send(session, content, parse, aim)
+                        return await self._send(connections, content, parse, aim)
                     except AttemptError as error:
                         error.url = aim.url
                         raise
@@ -330,21 +330,21 @@ class HttpClient:
                     raise
 
     async def _send(
-        self, session: _Session, content: bytes, parse: Callable[[Any], _A], aim: Target
+        self, connections: _Connections, content: bytes, parse: Callable[[Any], _A], aim: Target
     ) -> _A:
         transport_error = self._httpx.TransportError
         if aim.fields:
             # The body is a JSON object with at least one field.
             content = json.dumps(aim.fields).encode()[:-1] + b", " + content[1:]
         try:
-            request = session.client.post(aim.url, content=content)
+            request = connections.client.post(aim.url, content=content)
             response = await asyncio.wait_for(request, self._timeout)
         except asyncio.CancelledError:
-            await self._abort(session, aim)
+            await self._abort(connections, aim)
             raise
         except asyncio.TimeoutError as error:
-            await self._abort(session, aim)
-            failed = AttemptError(f"no answer within {self._timeout} seconds")
+            await self._abort(connections, aim)
+            failed = AttemptError(f"no reply within {self._timeout} seconds")
             failed.timed_out = True
             raise failed from error
         except (transport_error, self._httpx.DecodingError) as error:
@@ -361,16 +361,16 @@ class HttpClient:
             failed.given_up = not failed.final
             raise failed from error
         except (LookupError, TypeError) as error:
-            unfit = f"the answer lacks what is read: {error!r}"
+            unfit = f"the reply lacks what is read: {error!r}"
             raise AttemptError(unfit, final=True) from error
 
-    async def _abort(self, session: _Session, aim: Target) -> None:
+    async def _abort(self, connections: _Connections, aim: Target) -> None:
         """Have the server give a request up; a server that does not answer is left alone."""
         if aim.abort is None:
             return
         url, body = aim.abort
         with suppress(self._httpx.HTTPError, asyncio.TimeoutError):
-            sent = session.client.post(url, content=json.dumps(body).encode())
+            sent = connections.client.post(url, content=json.dumps(body).encode())
             await asyncio.wait_for(sent, _ABORT_TIMEOUT)
 
     def _status_error(self, response: Any) -> AttemptError:
@@ -387,28 +387,28 @@ class HttpClient:
         return error
 
     @asynccontextmanager
-    async def _session(self) -> AsyncIterator[_Session]:
-        """The running loop's session, with the current task registered."""
+    async def _connections(self) -> AsyncIterator[_Connections]:
+        """The running loop's connections, with the current task registered."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         with self._lock:
             if self._closed:
                 raise self._closed_error()
-            session = self._sessions.get(loop)
-            if session is None:
+            connections = self._by_loop.get(loop)
+            if connections is None:
                 client = self._httpx.AsyncClient(**self._options)
-                session = self._sessions[loop] = _Session(client, self._max_connections)
-            session.tasks.add(task)
+                connections = self._by_loop[loop] = _Connections(client, self._max_connections)
+            connections.tasks.add(task)
         try:
-            yield session
+            yield connections
         finally:
             with self._lock:
-                session.tasks.discard(task)
-                if not session.tasks:
-                    self._sessions.pop(loop, None)
-            if not session.tasks:
+                connections.tasks.discard(task)
+                if not connections.tasks:
+                    self._by_loop.pop(loop, None)
+            if not connections.tasks:
                 # A task that is cancelled here must still close its sockets.
-                await asyncio.shield(session.client.aclose())
+                await asyncio.shield(connections.client.aclose())
 
     def _closed_error(self) -> RuntimeError:
         """The error of a request to a closed client."""
@@ -432,7 +432,7 @@ def _payload(response: Any) -> Any:
     try:
         return json.loads(response.content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is no JSON ({error}): {response.text[:200]!r}") from error
+        raise ValueError(f"the reply is no JSON ({error}): {response.text[:200]!r}") from error
 
 
 def _message(response: Any) -> str:

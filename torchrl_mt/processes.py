@@ -1,6 +1,6 @@
-"""Worker processes: how they start, answer calls and end, and what is sent to them.
+"""Processes that work for this one: how they start, answer calls and end, and what is sent to them.
 
-Every call gets one answer: a value, an error as it was raised, or that the process has ended. No process
+Every call gets one reply: a value, an error as it was raised, or that the process has ended. No process
 is left when it was told to end, or when this process is gone. Where the system can do that, they are
 forks of a server that has imported the package: they start at once and share its memory.
 """
@@ -149,7 +149,7 @@ class RemoteTraceback(Exception):
 
 
 def answer(value: Any) -> tuple[bool, bytes]:
-    """The answer to a call that returned ``value``."""
+    """The reply to a call that returned ``value``."""
     try:
         return True, pickled(value)
     except Exception as error:
@@ -202,7 +202,7 @@ class WorkerProcess:
     Args:
         make: makes the host: a class or a function of a module.
         args: its arguments.
-        name: what the log calls the worker.
+        name: the process's name in the log.
         died: class of the error of calls that the process does not answer, as it is gone.
         with_main: send what the main module defines whole; see :func:`pickled`.
         daemon: whether the process is killed at this one's exit, and has no processes of its own.
@@ -272,7 +272,7 @@ class WorkerProcess:
             return self._process.exitcode
 
     def _receive(self, connection: Connection) -> None:
-        """Receive answers until the process is gone."""
+        """Receive replies until the process is gone."""
         with suppress(EOFError, OSError):
             # Others that have the process's end of the pipe may outlive it.
             while connection in wait([connection, self._process.sentinel]):
@@ -294,7 +294,7 @@ class WorkerProcess:
 
 
 def restart_pause(in_a_row: int, longest: float) -> float:
-    """Seconds to wait before a worker is started that died a number of times in a row.
+    """Seconds to wait before a process is started that died a number of times in a row.
 
     Examples:
         >>> [restart_pause(in_a_row, 1.0) for in_a_row in (0, 1, 2, 3, 9)]

@@ -39,7 +39,7 @@ torch.set_num_threads(1)  # the matrices are small: more threads only wait for e
 # text and returns the next messages and a reward. It never sees a token. ``reset`` receives one
 # item of the data, here the signs of a house, so the same episode can be played again. Every
 # episode gets its own copy of the environment. ``inline`` says that the methods return at once.
-# Without it they run in worker threads, so a slow tool does not delay other episodes.
+# Without it they run in threads, so a slow tool does not delay other episodes.
 
 SIGNS = ["left", "right", "ahead"]
 

@@ -325,7 +325,7 @@ def test_silence_is_tried_again(make, server):
     [
         (status(500, "out of memory"), {}, "status 500: out of memory", None),
         (half, {}, "RemoteProtocolError: ", httpx.RemoteProtocolError),
-        (silent, {"timeout": 0.1}, "no answer within 0.1 seconds", asyncio.TimeoutError),
+        (silent, {"timeout": 0.1}, "no reply within 0.1 seconds", asyncio.TimeoutError),
     ],
 )
 def test_in_the_end_it_fails_and_says_why(make, server, fault, kwargs, message, cause):
@@ -359,7 +359,7 @@ def test_a_refusal_is_not_tried_again(engine, server, code):
 @pytest.mark.parametrize("data", [b"<html>", b"", b'{"choices": [', b"\xff\xfe"])
 def test_garbage_is_no_answer(engine, server, data):
     server.faults = [success(data)]
-    with pytest.raises(CompletionsError, match="the answer is no JSON"):
+    with pytest.raises(CompletionsError, match="the reply is no JSON"):
         ask(engine)
 
 
@@ -411,7 +411,7 @@ def test_an_answer_that_the_server_gave_up_is_asked_for_again(make, server, reas
     assert len(server.seen) == 3
     left += [reason] * 3
     with pytest.raises(
-        CompletionsError, match=f"after 3 attempts: .*gave its answer up: finish_reason '{reason}'"
+        CompletionsError, match=f"after 3 attempts: .*gave its reply up: finish_reason '{reason}'"
     ):
         ask(engine)
 
@@ -759,4 +759,4 @@ def test_no_socket_is_left_when_a_collector_ends_with_requests_under_way(make, s
     wait_until(lambda: server.open == 0)
     wait_until(lambda: sockets() == before)
     wait_until(lambda: set(threading.enumerate()) <= threads)
-    assert not engine._client._sessions
+    assert not engine._client._by_loop

@@ -271,8 +271,8 @@ BROKEN = [
     ("vllm", lambda a: a.update(features=None), "features must describe"),
     ("vllm", lambda a: a["features"].update(mm_hashes={}), "features.mm_hashes.image must"),
     ("vllm", lambda a: a["features"].update(kwargs_data={"image": [None]}), "must have the image"),
-    ("vllm answer", lambda a: a.update(choices=3), "the answer lacks"),
-    ("sglang", lambda a: a.pop("meta_info"), "the answer lacks"),
+    ("vllm answer", lambda a: a.update(choices=3), "the reply lacks"),
+    ("sglang", lambda a: a.pop("meta_info"), "the reply lacks"),
     ("sglang", lambda a: a["meta_info"].pop("output_token_logprobs"), "logprobs must be"),
     ("sglang", lambda a: a.pop("prompt_token_ids"), r"prompt_token_ids must have.*SGLang"),
     (

@@ -129,7 +129,7 @@ def test_a_server_that_does_not_take_the_abort_is_left_alone(make, server, api, 
         pytest.skip("only SGLang is asked to abort")
     server.faults += [silent, silent]
     engine = make(timeout=0.1, max_retries=0)
-    with pytest.raises(CompletionsError, match="no answer within"):
+    with pytest.raises(CompletionsError, match="no reply within"):
         ask(engine)
     assert server.seen[1].keys() == {"rid"}
     assert server.seen[1]["rid"] == server.seen[0]["rid"]
@@ -154,7 +154,7 @@ BROKEN = [
     ("vllm", ["choices", 0, "token_ids", 0], 25, "must be those of"),
     ("vllm", ["choices", 0, "logprobs", "content", 0, "logprob"], None, "a log-probability"),
     ("vllm", ["choices", 0, "finish_reason"], "tool", "finish_reason must be"),
-    ("sglang", ["meta_info"], DROP, "the answer lacks"),
+    ("sglang", ["meta_info"], DROP, "the reply lacks"),
     ("sglang", ["meta_info", "output_token_logprobs"], DROP, "logprobs must be"),
     ("sglang", ["meta_info", "output_token_logprobs", 0], [None, 3, None], "output_ids must be"),
     ("sglang", ["meta_info", "prompt_tokens"], 1, "must be the 2 that were sent, got 1"),

@@ -168,7 +168,7 @@ def test_a_call_that_takes_too_long_is_told(opens, opened, own):
     assert opened.now == 0
 
 
-# ---- sessions -----------------------------------------------------------------------------------
+# ---- connections --------------------------------------------------------------------------------
 
 
 def collect(env, episodes=4, **collector):
@@ -258,11 +258,11 @@ def test_an_open_session_without_its_loop_is_refused(opens):
 
     session = asyncio.run(open_session())
     with pytest.raises(
-        RuntimeError, match=r"^an open MCP session must be given in the event loop.*\.$"
+        RuntimeError, match=r"^an open MCP connection must be given in the event loop.*\.$"
     ):
         env_with(session)
     with pytest.raises(
-        TypeError, match=r"^session must be an open MCP session, or .* got str .*\.$"
+        TypeError, match=r"^session must be an open MCP connection, or .* got str .*\.$"
     ):
         MCPTools("http://localhost")
     with pytest.raises(ValueError, match=r"timeout must be positive, got 0\."):
@@ -281,7 +281,7 @@ def test_a_loop_that_is_gone_or_blocked_is_named(opens, monkeypatch):
 
     env = asyncio.run(make())
     with pytest.raises(
-        RuntimeError, match=r"^the event loop of the MCP session has ended; it must run"
+        RuntimeError, match=r"^the event loop of the MCP connection has ended; it must run"
     ):
         run(env.reset(ITEM))
 
@@ -369,7 +369,7 @@ def test_opening_is_given_up_with_the_episode(opens, opened):
     assert opened.now == 0
 
 
-def test_a_shutdown_closes_the_sessions_of_running_episodes(opens, opened, caplog):
+def test_a_shutdown_closes_the_connections_of_running_episodes(opens, opened, caplog):
     tokenizer = tokenizer_of(QWEN25)
     asks = QWEN25.say(says("", call("stuck"))) + QWEN25.stop
     ids = tokenizer(asks, add_special_tokens=False)["input_ids"]

@@ -267,7 +267,7 @@ def test_episodes_and_collectors_give_experience(model):
     assert_rows_equal(of_collector.to_rows(), expected)
     with pytest.raises(ValueError, match="the collector gave none"):
         make_experience_list(maker, collector)
-    with pytest.raises(TypeError, match=r"got list; a collector takes prompts as its data"):
+    with pytest.raises(TypeError, match=r"got list; a collector takes items as its data"):
         make_experience_list(maker, ["What is 2 + 2?"])
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(2), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=2

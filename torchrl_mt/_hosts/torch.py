@@ -97,7 +97,7 @@ def join_process_group(
 ) -> Any:
     """Join a process group beside the default one, with processes of another program.
 
-    SGLang's workers join theirs in the same way: the keys of the store must be the same.
+    SGLang's processes join theirs in the same way: the keys of the store must be the same.
     """
     from torch.distributed import distributed_c10d  # not every build of torch has it
 

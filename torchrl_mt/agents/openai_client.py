@@ -28,7 +28,7 @@ def openai_client(
     """Make an ``openai.AsyncOpenAI`` client whose chat completions an engine samples.
 
     Make one per episode, with the engine that the workflow is given. A request that continues an
-    earlier answer continues with that answer's tokens. Streams, several answers (``n``), tools, ``stop``
+    earlier reply continues with that reply's tokens. Streams, several replies (``n``), tools, ``stop``
     and ``logprobs`` work as usual. What the engine cannot do (penalties, a forced tool, JSON mode)
     raises an ``openai.BadRequestError`` that names it. So does a limit of the episode, with the code
     ``"limit_reached"``; if the workflow lets that error through, the episode is truncated.
@@ -37,7 +37,7 @@ def openai_client(
     :class:`~torchrl_mt.agents.Agent` objects instead.
 
     Args:
-        engine: samples the answers.
+        engine: samples the replies.
         tokenizer: renders messages; the engine's own if ``None``.
         processor: the processor of a model that takes images. Messages may then have ``image_url`` parts
             with ``data:`` URIs.

@@ -70,7 +70,7 @@ class AgentProgram:
 
     The program and all its children form a process group. What is left of the group when the program
     ends, its time runs out or the episode is over gets SIGTERM and, two seconds later, SIGKILL. A child
-    that begins a session of its own is not in the group.
+    that leaves the group (``setsid``) is left alone.
 
     Args:
         command: the program and its arguments.

@@ -178,7 +178,7 @@ class Session:
         Args:
             kind: ``"chat"`` or ``"tokens"``.
             content: the request's body.
-            is_retry: whether the client has sent this request before and wants the same answer.
+            is_retry: whether the client has sent this request before and wants the same reply.
 
         Raises:
             RequestError: if the session is closed.

@@ -74,15 +74,12 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
     """Collect whole episodes of a language-model agent, many at once.
 
     Iterating yields batches of whole episodes in TED, flat ``[ΣT]``, one step per turn. An episode that
-    raises is rejected, counted by cause in :meth:`stats` and logged once per cause; it never becomes a
-    reward. Callables run in threads, so a slow one does not delay other episodes.
+    raises is rejected and counted by cause in :meth:`stats`; it never becomes a reward.
 
     Args:
-        env: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a workflow (an object with
-            ``async def arun_episode(engine, data)``) or an agent (an object with ``run``, see
-            :class:`~torchrl_mt.agents.Agent`); a callable that makes one, or its name.
-        policy: the engine that samples the responses, a TorchRL LLM wrapper, a factory of one, or the
-            factory's name as ``"package.module.function"``.
+        env: a :class:`~torchrl_mt.envs.TextEnv` (copied for every episode), a workflow or an agent; or
+            a callable that makes one, or its name (:doc:`/environments`).
+        policy: the engine, a TorchRL LLM wrapper, a factory of one, or its name (:doc:`/engines`).
         data: the items, one per group: any iterable, a ``DataLoader``, or a
             :class:`~torchrl_mt.collectors.Curriculum`. Without data, items are ``{"seed": k}``.
         episodes_per_batch: episodes per batch; a batch has more if its last group needs it.
@@ -94,17 +91,14 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         total_episodes: number of accepted episodes after which the run ends; -1 for no end.
         accept: called with an episode in TED, ``[T]``; false rejects it. May be ``async``.
         max_retries: number of times that a rejected episode is played again.
-        max_consecutive_failures: raise the last error after so many failed episodes in a row. ``None``
-            means 32 or twice ``max_concurrency``, whichever is more. An episode that a limit cuts does
-            not end the row until the environment has answered once.
-        max_staleness: play up to so many batches while you train; by default, nothing is played between
-            two batches. No delivered token is older than so many updates.
+        max_consecutive_failures: raise the last error after so many failed episodes in a row.
+        max_staleness: play up to so many batches while you train; no delivered token is older than so
+            many updates. ``None`` plays nothing between two batches.
         yield_groups: yield whole groups only, also with ``incomplete_groups="keep"``.
         rate_limit: bounds the rows drawn from ``replay_buffer`` per episode written; both sides wait.
         postproc: applied to every batch before it is written or yielded.
         processor: the Hugging Face processor of a model that takes images; without, they are refused.
-        dump_dir: folder for records of the episodes, rejected ones too, in JSON lines. An error of
-            writing does not stop the run; it is counted as ``dump_errors``.
+        dump_dir: folder for records of the episodes, rejected ones too, in JSON lines.
         options: the rarer settings: order of items, chat template, filters of groups, processes.
 
     Raises:
@@ -114,9 +108,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             tokenizer has no chat template or no end-of-turn token.
 
     Examples:
-        >>> collector = MultiTurnCollector(  # doctest: +SKIP
-        ...     GuessNumber(16), engine, episodes_per_batch=128
-        ... )
+        >>> collector = MultiTurnCollector(env, engine, episodes_per_batch=128)  # doctest: +SKIP
         >>> for batch in collector:  # doctest: +SKIP
         ...     print(batch["next", "reward"].mean())
     """

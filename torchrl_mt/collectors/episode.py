@@ -35,7 +35,7 @@ _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 @dataclass(slots=True)
 class Turn:
-    """One model call and the environment's answer to it."""
+    """One model call, and what the environment says to it."""
 
     prompt_ids: Sequence[int]
     """Every token that the model saw; a :class:`~torchrl_mt.collectors.prompt.Prompt` shares memory
@@ -52,7 +52,7 @@ class Turn:
     model_seconds: float = 0.0
     """Seconds that the model took to answer."""
     env_seconds: float = 0.0
-    """Seconds that the environment took to answer."""
+    """Seconds that the environment took to reply."""
     images: tuple[StoredImage, ...] = ()
     """All images of the prompt, in the order of their placeholders."""
     parent: int | None = field(default=None, init=False, compare=False)
@@ -74,14 +74,14 @@ class Turn:
         return len(self.prompt_ids) + len(self.completion.token_ids)
 
     def goes_on_from(self, before: Turn) -> bool:
-        """Whether its prompt begins with the prompt and answer of an earlier turn, images included."""
+        """Whether its prompt begins with the prompt and response of an earlier turn, images included."""
         if self.images[: len(before.images)] != before.images:
             return False
         answer = list(before.completion.token_ids)
         start = len(before.prompt_ids)
         end = start + len(answer)
         prompt = self.prompt_ids
-        # The answer first: it is short, and it is what differs between branches.
+        # The response first: it is short, and it is what differs between branches.
         if list(prompt[start:end]) != answer:
             return False
         if isinstance(prompt, Prompt):

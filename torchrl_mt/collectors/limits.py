@@ -25,7 +25,7 @@ class StopReason(str, Enum):
     MAX_EPISODE_TOKENS = "max_episode_tokens"
     """The conversation has no room for a further token."""
     TOOL_TIMEOUT = "tool_timeout"
-    """The environment took longer than :attr:`Limits.tool_timeout` to answer."""
+    """The environment took longer than :attr:`Limits.tool_timeout` to reply."""
     TURN_TIMEOUT = "turn_timeout"
     """The turn took longer than :attr:`Limits.turn_timeout`."""
     EPISODE_TIMEOUT = "episode_timeout"
@@ -59,7 +59,7 @@ class Limits:
         max_turns: maximum number of model calls in an episode.
         max_response_tokens: maximum tokens of a response; the engine's own limit if ``None``.
         max_episode_tokens: maximum tokens of the conversation, prompt and responses together.
-        turn_timeout: seconds for a turn: a model call and the environment's answer to it.
+        turn_timeout: seconds for a turn: a model call and the environment's reply to it.
         episode_timeout: seconds for an episode, from its start.
         tool_timeout: seconds for a ``reset`` or ``step`` of the environment.
         on_timeout: what becomes of an episode that times out. ``"reject"``: it is rejected; the cause is
@@ -69,9 +69,10 @@ class Limits:
             keeps them out of the loss and of group statistics.
         on_cut: what becomes of an environment's episode after a response that ``max_response_tokens``
             cut. ``"end"``: it is truncated; the environment does not see the response. ``"continue"``:
-            the environment gets the response as it is and answers it. The next prompt extends it token
-            for token: what ends the turn there counts as the environment's, not as sampled. Workflows
-            and agents always get cut responses, with ``finish_reason="length"``, and may go on.
+            the environment gets the response as it is and replies to it. The next prompt extends it
+            token for token: what ends the turn there counts as the environment's, not as sampled.
+            Workflows and agents always get cut responses, with ``finish_reason="length"``, and may go
+            on.
 
     Raises:
         ValueError: if a limit is below 1, a timeout is not positive, or ``on_timeout`` or ``on_cut`` is

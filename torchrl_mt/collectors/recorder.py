@@ -48,10 +48,10 @@ class LimitReached(Exception):
 
 
 class Recorder:
-    """An engine that records prompts and answers as the turns of an episode.
+    """An engine that records prompts and responses as the turns of an episode.
 
     Args:
-        engine: samples the answers.
+        engine: samples the responses.
         episode: the episode to fill.
         limits: limits of the episode; the engine's ``max_total_tokens`` and ``max_new_tokens``, if it
             has them, bound the conversation and each response as well.
@@ -121,7 +121,7 @@ class Recorder:
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Sample an answer from the engine and record it as a turn; see :meth:`take_turn`."""
+        """Sample a response from the engine and record it as a turn; see :meth:`take_turn`."""
         turn = await self.take_turn(
             prompt_ids, images=images, max_new_tokens=max_new_tokens, **sampling
         )
@@ -135,18 +135,18 @@ class Recorder:
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Turn:
-        """Sample an answer from the engine and return the turn that records it.
+        """Sample a response from the engine and return the turn that records it.
 
         Args:
             prompt_ids: every token that the model is to see, with a placeholder for each token of an
                 image.
             images: all images of the prompt, in order: :class:`~torchrl_mt.vision.StoredImage` or what
                 its ``of`` takes; ``None`` is none. What :meth:`continued` returns has the earlier ones.
-            max_new_tokens: maximum length of the answer; the limits may set a lower one.
+            max_new_tokens: maximum length of the response; the limits may set a lower one.
             **sampling: arguments for the engine's ``generate``.
 
         Raises:
-            LimitReached: if the episode has no turn left, the prompt leaves no room for an answer, or
+            LimitReached: if the episode has no turn left, the prompt leaves no room for a response, or
                 the turn times out.
             RuntimeError: if the episode is over.
             TypeError: if ``prompt_ids`` are not integers, or ``images`` is no list of images.
@@ -216,7 +216,7 @@ class Recorder:
         left = [*turns[:place], *turns[place + 1 :]]
         parents = [parent_of(later, left[:k]) for k, later in enumerate(left)]
         for child, parent in zip(left, parents, strict=True):
-            # A shorter parent would leave the answer in a prompt and nowhere else.
+            # A shorter parent would leave the response in a prompt and nowhere else.
             if child.parent == place and (parent < 0 or left[parent].length < turn.length):
                 return
         del self._order[place], turns[place]

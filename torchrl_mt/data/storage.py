@@ -792,9 +792,9 @@ class EpisodeStorage(LazyStackStorage):
             raise RuntimeError(
                 "an EpisodeStorage is not shared between processes: write to it in the process that "
                 "samples from it, or let one process serve it to all: "
-                "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Workers that "
-                "only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or the "
-                "folder of a checkpoint that was written by buffer.dumps(folder)."
+                "ReplayBuffer(..., service_backend='ray'), or TorchRL's RayReplayBuffer. Processes "
+                "that only sample from a copy unpack it themselves: give them pickle.dumps(buffer), or "
+                "the folder of a checkpoint that was written by buffer.dumps(folder)."
             )
         with self.lock:
             state = copy(Storage.__getstate__(self))

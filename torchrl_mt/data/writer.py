@@ -94,36 +94,13 @@ class EpisodeWriter(SavesState, Writer):
     It takes what collectors send: ``[N]`` or ``[B, T]`` TED data with whole or partial episodes of
     several environments. Steps belong to the episode whose id they have under ``traj_key``. Data
     without ids is split by done flags: each row of ``[B, T]`` is one environment, and ``[N]`` is one
-    row. An episode ends with the first step at which a flag under ``end_key`` is true. Padding
-    (``("collector", "mask")`` is false) is left out.
-
-    Steps join an open episode only if they continue it: their first step has no true ``"is_init"``,
-    and its entries equal the ``"next"`` entries of the episode's last step, bit for bit. The writer
-    learns which entries follow this rule (see :mod:`torchrl_mt.data._writing.continuity`). It does not
-    compare Python objects and done flags; without comparable entries, ids or rows decide alone.
-    Consecutive steps of one id in a row of a batch always continue each other, unless ``"is_init"`` is
-    true. Steps that continue no open episode of their id begin another one:
-
-    - With ids, both episodes stay open, as two collectors may both count from 0. At most 32 episodes
-      of one id are open; beyond that, the one that waited longest for a step is given up.
-    - With done flags, a row has one open episode. It is given up, as the environment was reset.
-
-    Ids that are numbered anew in each batch cost episodes their beginnings. The writer warns once when a
-    new id begins where an open episode of another id left off.
-
-    An episode whose id stops coming without a done flag stays open until :meth:`flush`, or until
-    ``max_open_steps`` is exceeded. TorchRL's ``Collector(reset_at_each_iter=True)`` leaves such
-    episodes after each batch.
+    row. :doc:`/writing` says which steps continue an open episode, and what happens to the others.
 
     Args:
         traj_key: entry with the episode ids; by default ``("collector", "traj_ids")`` or
             ``"episode"``, if the data has one.
-        transform: called once with a copy of each whole episode (a TensorDict of batch size
-            ``[T]``), which it may change; its result is stored. Prompts that extend each other are
-            views of one tensor: replace them, do not change their tokens in place. A transform with a
-            true attribute ``takes_many_episodes``, such as
-            :class:`~torchrl_mt.transforms.DiscountedReturn`, is called once for all episodes that end
-            in a batch, concatenated in one TensorDict, which is faster.
+        transform: called with a copy of each whole episode (a TensorDict of batch size ``[T]``), which
+            it may change; its result is stored (:ref:`transforms-of-episodes`).
         end_key: one flag that ends an episode, or several; by default those of ``("next", "done")``,
             ``("next", "terminated")`` and ``("next", "truncated")`` that the data has.
         done_on_any: for one flag per agent (``[T, A, 1]``): True ends the episode when any flag is
@@ -131,28 +108,21 @@ class EpisodeWriter(SavesState, Writer):
         on_break: what to do with an episode that is given up: ``"truncate"`` stores it with its last
             step marked truncated, ``"discard"`` drops it, and ``"raise"`` refuses a batch with steps
             that do not continue the open episode of their id or row.
-        max_open_steps: budget of all open episodes together, in steps; by default the storage's
-            ``max_steps``. Beyond it, the episodes that waited longest for a step are stored as
-            truncated, or dropped if they cannot be stored, until the rest fits or one is left. Without
-            a ``transform``, which could still shorten it, an open episode that exceeds the storage's
-            ``max_steps`` is stored as truncated too, and its new steps begin another.
-        track_generations: whether samples get an ``"index_generation"``: 0 for a stored step, -1 for
-            any other. TorchRL's ``ReplayBuffer.update_if_present`` asks for it to replace values of
-            stored steps.
+        max_open_steps: steps that all open episodes may have together; by default the storage's
+            ``max_steps``. Beyond it, those that waited longest for a step are stored as truncated.
+        track_generations: whether samples get an ``"index_generation"``, which TorchRL's
+            ``ReplayBuffer.update_if_present`` needs to replace values of stored steps.
 
     Raises:
         ValueError: if ``on_break`` is another name, or ``max_open_steps`` is not a positive integer.
 
     Examples:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import ReplayBuffer
-        >>> from torchrl_mt.data import EpisodeStorage, EpisodeWriter
         >>> rb = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
         >>> def steps(*done):
         ...     return TensorDict({"next": {"done": torch.tensor(done)}}, [len(done)])
-        >>> rb.extend(steps(False, False))
-        tensor([], dtype=torch.int64)
+        >>> _ = rb.extend(steps(False, False))
         >>> len(rb), rb.writer.open_lengths
         (0, {0: 2})
         >>> rb.storage.places(rb.extend(steps(True)))

@@ -37,7 +37,7 @@ class ClipDataset(Dataset):
     numbers count the clips of the first episode, then of the second, and so on. Finding a clip takes
     O(log E) for ``E`` episodes.
 
-    A ``DataLoader`` with ``shuffle=True`` sees each clip once an epoch. Its workers open the files for
+    A ``DataLoader`` with ``shuffle=True`` sees each clip once an epoch. Its processes open the files for
     themselves. A batch is read at once, which is much faster than clip by clip, and collated without
     another copy: the loader's own ``collate_fn`` is right. One of your own gets a sequence of
     TensorDicts, for ``torch.stack([*clips])``.

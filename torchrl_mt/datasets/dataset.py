@@ -30,7 +30,7 @@ class EpisodeDataset:
     """Episodes on disk, of any format.
 
     Opening one reads the number and lengths of its episodes; steps are read when they are asked for.
-    Episodes that are appended later are not seen. Each worker process of a ``DataLoader`` opens the
+    Episodes that are appended later are not seen. Each process of a ``DataLoader`` opens the
     files for itself.
 
     Args:

@@ -1,7 +1,8 @@
-"""Batches of clips in a ``DataLoader``: collated as they were read, and sent by workers in one piece.
+"""Batches of clips in a ``DataLoader``: collated as they were read, and sent as one piece.
 
-A worker sends every tensor of a TensorDict by itself, which takes longer than reading a small batch. One
-buffer of all tensors is sent at once. What the loader returns is an ordinary TensorDict either way.
+A loader's process sends every tensor of a TensorDict by itself, which takes longer than reading a small
+batch. One buffer of all tensors is sent at once. What the loader returns is an ordinary TensorDict
+either way.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ class Completion:
         token_ids: the sampled tokens, including the stop token if one was sampled.
         log_probs: log-probability of each token under the distribution that it was sampled from.
         versions: weight version that sampled each token.
-        finish_reason: ``"stop"`` if the model or a stop string ended the answer, ``"length"`` if it was
-            cut.
+        finish_reason: ``"stop"`` if the model or a stop string ended the response, ``"length"`` if it
+            was cut.
         sampling: sampling parameters that differ from plain sampling at temperature 1, such as
             ``temperature``, ``top_k`` and ``top_p``. An engine also records here if its
             log-probabilities are of another distribution.
-        stop_string: the stop string that ended the answer, the first in its text; ``None`` if a stop
+        stop_string: the stop string that ended the response, the first in its text; ``None`` if a stop
             token or the limit did. ``token_ids`` keep all tokens that spell it, and what the last of
             them adds behind it.
 
@@ -64,7 +64,7 @@ class Completion:
 
     @property
     def stop_token(self) -> int | None:
-        """The stop token that the answer ends with; ``None`` if it was cut or a stop string ended it."""
+        """The stop token at the response's end; ``None`` if it was cut or a stop string ended it."""
         if self.finish_reason != "stop" or self.stop_string is not None or not len(self.token_ids):
             return None
         return self.token_ids[-1]
@@ -100,14 +100,14 @@ class Engine(Protocol):
                 :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes. The prompt holds one
                 image token for each token of an image. ``None`` is none. Passed only if there are
                 images, so an engine for text alone need not know the argument.
-            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+            max_new_tokens: maximum length of the response; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: sampling parameters of this request, such as ``temperature``. ``stop``, a string
-                or a list of strings, ends the answer with the first token at which its decoded text
+                or a list of strings, ends the response with the first token at which its decoded text
                 contains one of them.
 
         Raises:
-            ValueError: if the prompt is empty or not in the vocabulary, prompt and answer together are
+            ValueError: if the prompt is empty or not in the vocabulary, prompt and response together are
                 too long, ``max_new_tokens`` is below 1, a sampling parameter is out of range, an image
                 cannot be read, or the image tokens are not those of the images.
             TypeError: if ``prompt_ids`` are no integers, a sampling parameter is not supported, or

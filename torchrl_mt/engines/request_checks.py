@@ -30,19 +30,19 @@ def checked_request(
     bound: str,
     vocab_size: int | None = None,
 ) -> tuple[list[int], int]:
-    """Check a request, and set the length of its answer where none is given.
+    """Check a request, and set the length of its response where none is given.
 
     Args:
         prompt_ids: tokens of the prompt.
-        max_new_tokens: maximum length of the answer; if ``None``, ``longest`` or the room that the
+        max_new_tokens: maximum length of the response; if ``None``, ``longest`` or the room that the
             prompt leaves, whichever is less.
-        longest: the engine's limit of an answer.
-        total: limit of prompt and answer together; ``None`` is no limit.
+        longest: the engine's limit of a response.
+        total: limit of prompt and response together; ``None`` is no limit.
         bound: the limit ``total`` in words, for the error message.
         vocab_size: size of the vocabulary; ``None`` if unknown.
 
     Returns:
-        The prompt as a list, and the maximum length of its answer.
+        The prompt as a list, and the maximum length of its response.
 
     Raises:
         TypeError: if ``prompt_ids`` are no integers, or ``max_new_tokens`` is none.

@@ -74,7 +74,7 @@ target_lookbehind
 IDLE = frozenset((_ENDS + _SHOWS + _RUNS + _DRAFTS).split())
 """Arguments that never change the distribution of the next token.
 
-They control when an answer ends, what is returned, how it is computed, or speculative decoding, which
+They control when a response ends, what is returned, how it is computed, or speculative decoding, which
 preserves the distribution (https://arxiv.org/abs/2211.17192).
 """
 

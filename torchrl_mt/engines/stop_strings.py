@@ -1,7 +1,7 @@
-"""Stop strings: text that ends an answer.
+"""Stop strings: text that ends a response.
 
-The promise: an answer ends with the first token at which its decoded text contains one of the strings,
-however tokens spell them. Each token costs the decoding of a few tokens, not of the whole answer.
+The promise: a response ends with the first token at which its decoded text contains one of the strings,
+however tokens spell them. Each token costs the decoding of a few tokens, not of the whole response.
 
 transformers' ``StopStringCriteria`` also looks into the prompt, and it does not find a character that
 several tokens share.
@@ -48,7 +48,7 @@ def checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
             raise TypeError(f"stop must be a string or a list of strings, got {string!r} in it.")
         if not string:
             raise ValueError(
-                "stop must hold no empty string, which would end every answer: got ''."
+                "stop must hold no empty string, which would end every response: got ''."
             )
     if len(strings) > _MOST or max(map(len, strings), default=0) > _LONGEST:
         raise ValueError(
@@ -70,7 +70,7 @@ def find_stop(text: str, strings: Sequence[str]) -> str | None:
 
 
 class StopStrings:
-    """Looks for stop strings in an answer, token by token.
+    """Looks for stop strings in a response, token by token.
 
     Args:
         strings: at least one; none is empty.
@@ -84,19 +84,19 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self.found: str | None = None
-        """The string that ended the answer."""
+        """The string that ended the response."""
         self.num_tokens = 0
         """Number of tokens so far."""
         self._strings = strings
         self._decode = decode
-        # The end of the answer that is decoded again with every token, and its text.
+        # The end of the response that is decoded again with every token, and its text.
         self._tail: list[int] = []
         self._text = ""
         self._room = max(map(len, strings)) + _MARGIN
         self._shorten_at = 2 * self._room
 
     def ended_by(self, token: int) -> bool:
-        """Add a token to the answer; whether its text now contains a stop string."""
+        """Add a token to the response; whether its text now contains a stop string."""
         self.num_tokens += 1
         self._tail.append(token)
         text = self._decode(self._tail)
@@ -127,5 +127,5 @@ class StopStrings:
 
 
 def watch(strings: Sequence[str], tokenizer: Any) -> StopStrings | None:
-    """Look for a request's stop strings in the tokens of its answer; ``None`` if it has none."""
+    """Look for a request's stop strings in the tokens of its response; ``None`` if it has none."""
     return StopStrings(strings, partial(decode, tokenizer)) if strings else None

@@ -1,6 +1,6 @@
 """Tools of MCP servers.
 
-A session is used in the event loop in which it was opened, and one task enters and leaves it.
+A connection is used in the event loop in which it was opened, and one task enters and leaves it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any
 from torchrl_mt.checks import check_positive_finite
 from torchrl_mt.envs.tools import CallableTool, ToolError
 
-__all__ = ["MCPSession", "MCPTools", "is_session"]
+__all__ = ["MCPConnection", "MCPTools", "is_connection"]
 
 _LOOP_SECONDS = 30.0
-"""Seconds for the event loop of an open session to do anything at all."""
+"""Seconds for the event loop of an open connection to do anything at all."""
 
 _ADVICE = (
     "it must run while episodes are played: in a coroutine, iterate the collector in a thread "
-    "(asyncio.to_thread), or give a callable that opens a session for each episode"
+    "(asyncio.to_thread), or give a callable that opens a connection for each episode"
 )
 
 
 class MCPTools:
-    """The tools of an MCP server (Model Context Protocol), listed and called through a session.
+    """The tools of an MCP server (Model Context Protocol), listed and called through a connection.
 
     Needs ``pip install 'torchrl-mt[mcp]'``.
 
     Args:
-        session: what opens a session: a callable without arguments that makes an async context manager
-            which gives one, such as ``lambda: mcp.Client("http://localhost:8000/mcp")``. Each episode
-            opens a session of its own and closes it at its end. Or an open session (``mcp.Client``,
-            ``mcp.ClientSession``), which all episodes share. It is used in the event loop in which this
-            object is made, which must run while episodes are played.
+        session: what opens a connection: a callable without arguments that makes an async context
+            manager which gives one, such as ``lambda: mcp.Client("http://localhost:8000/mcp")``. Each
+            episode opens a connection of its own and closes it at its end. Or an open connection
+            (``mcp.Client``, ``mcp.ClientSession``), which all episodes share. It is used in the event
+            loop in which this object is made, which must run while episodes are played.
         timeout: maximum seconds of a call; ``tool_timeout`` of the environment if ``None``.
         images: whether the model is shown images in results, for models that take images. By default
             they are named only, as ``"[image]"``.
 
     Raises:
         TypeError: if ``session`` is neither.
-        RuntimeError: if an open session is given outside of an event loop.
+        RuntimeError: if an open connection is given outside of an event loop.
         ValueError: if ``timeout`` is not positive.
 
     Examples:
@@ -58,43 +58,43 @@ class MCPTools:
             check_positive_finite("timeout", timeout)
         self.timeout = timeout
         self.images = images
-        self._session: Any = None
+        self._connection: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.opener: Callable[[], Any] | None = None
-        """Makes a session; ``None`` if there is an open one."""
+        """Makes a connection; ``None`` if there is an open one."""
         self._listed: list[_ServerTool] | None = None
-        if is_session(session):
-            self._session, self._loop = session, _running_loop()
+        if is_connection(session):
+            self._connection, self._loop = session, _running_loop()
         elif callable(session):
             self.opener = session
         else:
             raise TypeError(
-                "session must be an open MCP session, or a callable that makes an async context manager "
-                f"which gives one, got {type(session).__name__} ({str(session)[:80]})."
+                "session must be an open MCP connection, or a callable that makes an async context "
+                f"manager which gives one, got {type(session).__name__} ({str(session)[:80]})."
             )
 
     async def shared_tools(self) -> list[_ServerTool]:
-        """The tools of the open session."""
+        """The tools of the open connection."""
         if self._listed is None:
             await self._require_running_loop()
-            self._listed = await self.tools_of(self._session)
+            self._listed = await self.tools_of(self._connection)
         return self._listed
 
-    async def tools_of(self, session: Any) -> list[_ServerTool]:
-        """The tools of a session."""
-        listed = await self.in_its_loop(lambda: _list_tools(session))
-        return [_ServerTool(self, session, _schema_of(tool)) for tool in listed]
+    async def tools_of(self, connection: Any) -> list[_ServerTool]:
+        """The tools of a connection."""
+        listed = await self.in_its_loop(lambda: _list_tools(connection))
+        return [_ServerTool(self, connection, _schema_of(tool)) for tool in listed]
 
     async def in_its_loop(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Await a coroutine in the loop of the open session, or else in this one."""
+        """Await a coroutine in the loop of the open connection, or else in this one."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
             return await begin()
         if not self._loop.is_running():
-            raise RuntimeError(f"the event loop of the MCP session has ended; {_ADVICE}.")
+            raise RuntimeError(f"the event loop of the MCP connection has ended; {_ADVICE}.")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begin(), self._loop))
 
     async def _require_running_loop(self) -> None:
-        """Raise if the loop of the open session is blocked, since calls would wait forever."""
+        """Raise if the loop of the open connection is blocked, since calls would wait forever."""
         sign = asyncio.ensure_future(self.in_its_loop(lambda: asyncio.sleep(0)))
         try:
             done, _ = await asyncio.wait([sign], timeout=_LOOP_SECONDS)
@@ -102,14 +102,14 @@ class MCPTools:
             sign.cancel()
         if not done:
             raise RuntimeError(
-                f"the event loop of the MCP session did nothing for {_LOOP_SECONDS:g} seconds, so it is "
-                f"blocked; {_ADVICE}."
+                f"the event loop of the MCP connection did nothing for {_LOOP_SECONDS:g} seconds, so it "
+                f"is blocked; {_ADVICE}."
             )
         sign.result()
 
 
-class MCPSession:
-    """An episode's session with a server; the same for all episodes if it was open before.
+class MCPConnection:
+    """An episode's connection to a server; the same for all episodes if it was open before.
 
     Args:
         server: the server's tools.
@@ -122,7 +122,7 @@ class MCPSession:
         self._leave = asyncio.Event()
 
     async def open(self) -> Sequence[CallableTool]:
-        """Open the session and list its tools.
+        """Open the connection and list its tools.
 
         Raises:
             TypeError: if the callable makes something else.
@@ -131,7 +131,7 @@ class MCPSession:
         if self._server.opener is None:
             return await self._server.shared_tools()
         opened = asyncio.get_running_loop().create_future()
-        # A task of its own: anyio demands that the task which enters a session leaves it.
+        # A task of its own: anyio demands that the task which enters a connection leaves it.
         self._holder = asyncio.ensure_future(self._hold(self._server.opener, opened))
         await asyncio.wait([self._holder, opened], return_when=asyncio.FIRST_COMPLETED)
         if not opened.done():
@@ -139,10 +139,10 @@ class MCPSession:
         return await self._server.tools_of(opened.result())
 
     async def close(self) -> None:
-        """Close the session, unless it was open before; call this in the same loop as :meth:`open`.
+        """Close the connection, unless it was open before; call this in the same loop as :meth:`open`.
 
         Raises:
-            Exception: the error that ended the session, or of closing it.
+            Exception: the error that ended the connection, or of closing it.
         """
         if self._holder is None:
             return
@@ -155,22 +155,23 @@ class MCPSession:
             self._holder.result()
 
     async def _hold(self, opener: Callable[[], Any], opened: asyncio.Future[Any]) -> None:
-        """Enter a session, and leave it when told to."""
+        """Enter a connection, and leave it when told to."""
         manager = opener()
         if not hasattr(manager, "__aenter__"):
             raise TypeError(
                 "session must be a callable that makes an async context manager, got "
                 f"{type(manager).__name__} from it."
             )
-        async with manager as session:
-            if not is_session(session):
+        async with manager as connection:
+            if not is_connection(connection):
                 raise TypeError(
-                    "session must make an async context manager which gives an MCP session, got one "
-                    f"that gives {type(session).__name__}: use mcp.Client, or enter mcp.ClientSession."
+                    "session must make an async context manager which gives an MCP connection, got "
+                    f"one that gives {type(connection).__name__}: use mcp.Client, or enter "
+                    "mcp.ClientSession."
                 )
             self._is_open = True
             if not opened.done():
-                opened.set_result(session)
+                opened.set_result(connection)
             await self._leave.wait()
 
 
@@ -179,7 +180,7 @@ class _ServerTool:
     """A tool of a server."""
 
     server: MCPTools
-    session: Any
+    connection: Any
     schema: Mapping[str, Any]
 
     @property
@@ -192,7 +193,9 @@ class _ServerTool:
 
     async def run(self, arguments: dict[str, Any]) -> Any:
         """Call the tool; the server checks the arguments."""
-        result = await self.server.in_its_loop(lambda: self.session.call_tool(self.name, arguments))
+        result = await self.server.in_its_loop(
+            lambda: self.connection.call_tool(self.name, arguments)
+        )
         text = _text_of(result)
         if _field(result, "is_error", "isError"):
             raise ToolError(text)
@@ -201,8 +204,8 @@ class _ServerTool:
         return text
 
 
-def is_session(value: Any) -> bool:
-    """Whether an object is a session with an MCP server, of whatever class."""
+def is_connection(value: Any) -> bool:
+    """Whether an object is a connection to an MCP server, of whatever class."""
     return hasattr(value, "list_tools") and hasattr(value, "call_tool")
 
 
@@ -211,22 +214,22 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise RuntimeError(
-            "an open MCP session must be given in the event loop in which it was opened, got one where "
-            "no event loop runs: make the environment or MCPTools there, or give a callable that opens "
-            "a session for each episode, MCPTools(lambda: mcp.Client(...))."
+            "an open MCP connection must be given in the event loop in which it was opened, got one "
+            "where no event loop runs: make the environment or MCPTools there, or give a callable that "
+            "opens a connection for each episode, MCPTools(lambda: mcp.Client(...))."
         ) from None
 
 
-async def _list_tools(session: Any) -> list[Any]:
-    """All tools of a session, from all pages of the list."""
-    page = await session.list_tools()
+async def _list_tools(connection: Any) -> list[Any]:
+    """All tools of a connection, from all pages of the list."""
+    page = await connection.list_tools()
     tools = list(page.tools)
     while cursor := _field(page, "next_cursor", "nextCursor"):
-        if "cursor" in inspect.signature(session.list_tools).parameters:
-            page = await session.list_tools(cursor=cursor)
+        if "cursor" in inspect.signature(connection.list_tools).parameters:
+            page = await connection.list_tools(cursor=cursor)
         else:
             params = importlib.import_module("mcp.types").PaginatedRequestParams(cursor=cursor)
-            page = await session.list_tools(params=params)
+            page = await connection.list_tools(params=params)
         tools += page.tools
     return tools
 

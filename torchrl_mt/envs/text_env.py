@@ -101,7 +101,7 @@ class TextEnv(ABC):
 
     inline: ClassVar[bool] = False
     """Whether plain methods return at once, so that collectors may call them on the event loop. By
-    default they run in worker threads, where a slow one delays no other episode."""
+    default they run in threads, where a slow one delays no other episode."""
 
     whole_text: ClassVar[bool] = False
     """Whether ``response`` is the whole text without the stop token, including thoughts and tool calls

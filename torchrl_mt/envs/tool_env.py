@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 from torchrl_mt.checks import check_at_least, check_positive_finite
-from torchrl_mt.envs.mcp_tools import MCPSession, MCPTools, is_session
+from torchrl_mt.envs.mcp_tools import MCPConnection, MCPTools, is_connection
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 from torchrl_mt.envs.tools import CallableTool, Tool, ToolError, call_tool
 from torchrl_mt.threads import call_user
@@ -36,8 +36,8 @@ class ToolEnv(TextEnv):
     Args:
         tools: functions, each plain (run in threads) or ``async``, with type hints and a docstring in
             Google's style; :class:`~torchrl_mt.envs.Tool`, with a schema or a time limit of its own;
-            open sessions with MCP servers; or :class:`~torchrl_mt.envs.MCPTools`, which opens a session
-            for each episode.
+            open connections to MCP servers; or :class:`~torchrl_mt.envs.MCPTools`, which opens one for
+            each episode.
         reward: called with all messages of the dialogue and the data; returns the reward. Plain (run in
             a thread) or ``async``.
         max_calls: maximum number of calls in an episode; any number if ``None``. Calls beyond it are
@@ -51,7 +51,7 @@ class ToolEnv(TextEnv):
     Raises:
         TypeError: if ``tools`` is not a list of these, or ``reward`` or ``parser`` is not callable.
         ValueError: if a function has no schema, two tools have one name, or a number is out of range.
-        RuntimeError: if an open session is given outside of an event loop.
+        RuntimeError: if an open connection is given outside of an event loop.
 
     Examples:
         >>> def double(number: int) -> int:
@@ -94,7 +94,7 @@ class ToolEnv(TextEnv):
         self._given = [_as_tool(tool) for tool in tools]
         self._tools: dict[str, CallableTool] = {}
         self._offer([tool for tool in self._given if isinstance(tool, Tool)])
-        self._sessions: list[MCPSession] = []
+        self._connections: list[MCPConnection] = []
         self._data: Any = None
         self._dialogue: list[dict[str, Any]] | None = None
         """All messages so far; ``None`` if no episode is under way."""
@@ -109,13 +109,13 @@ class ToolEnv(TextEnv):
             "_given",
             "_tools",
             "tool_schemas",
-            "_sessions",
+            "_connections",
             "_dialogue",
             "_data",
         )
         for name in vars(self).keys() - set(own):
             setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
-        copied._sessions, copied._dialogue, copied._data = [], None, None
+        copied._connections, copied._dialogue, copied._data = [], None, None
         copied._reward = _method_of(copied, self, self._reward)
         copied._parser = _method_of(copied, self, self._parser)
         copied._given = [_tool_of(copied, self, tool) for tool in self._given]
@@ -123,7 +123,7 @@ class ToolEnv(TextEnv):
         return copied
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
-        """Begin an episode with ``data["messages"]``; open its sessions with MCP servers.
+        """Begin an episode with ``data["messages"]``; open its connections to MCP servers.
 
         Raises:
             TypeError: if the data has no list of messages.
@@ -144,9 +144,9 @@ class ToolEnv(TextEnv):
             if isinstance(tool, Tool):
                 offered.append(tool)
                 continue
-            session = MCPSession(tool)
-            self._sessions.append(session)
-            offered += await session.open()
+            connection = MCPConnection(tool)
+            self._connections.append(connection)
+            offered += await connection.open()
         self._offer(offered)
         self._data = data
         self._dialogue = copy.deepcopy(opening)
@@ -183,9 +183,9 @@ class ToolEnv(TextEnv):
         return TextStep(reward=reward, done=True, info=info)
 
     async def close(self) -> None:
-        """Close the sessions that the episode opened."""
-        sessions, self._sessions = self._sessions, []
-        closed = await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
+        """Close the connections that the episode opened."""
+        connections, self._connections = self._connections, []
+        closed = await asyncio.gather(*(c.close() for c in connections), return_exceptions=True)
         for error in closed:
             if error is not None:
                 raise error
@@ -269,7 +269,7 @@ def _as_tool(tool: Any) -> Tool | MCPTools:
     """A tool in any form as one of two classes."""
     if isinstance(tool, (Tool, MCPTools)):
         return tool
-    return MCPTools(tool) if is_session(tool) else Tool(tool)
+    return MCPTools(tool) if is_connection(tool) else Tool(tool)
 
 
 def _tool_of(copied: ToolEnv, env: ToolEnv, tool: Tool | MCPTools) -> Tool | MCPTools:

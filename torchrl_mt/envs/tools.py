@@ -111,7 +111,7 @@ class Tool:
     ) -> None:
         if not callable(function):
             raise TypeError(
-                "tools must be functions, torchrl_mt.envs.Tool, sessions with an MCP server or "
+                "tools must be functions, torchrl_mt.envs.Tool, connections to an MCP server or "
                 f"torchrl_mt.envs.MCPTools, got {type(function).__name__} ({str(function)[:80]})."
             )
         if timeout is not None:

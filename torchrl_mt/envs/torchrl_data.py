@@ -57,11 +57,11 @@ class LoaderItems:
 
 
 def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[str, Any]:
-    """Initial entries of an episode, with the prompt under the environment's ``data_key``.
+    """Initial entries of an episode, with the question under the environment's ``data_key``.
 
     Raises:
-        TypeError: if ``data`` is neither a mapping nor a prompt.
-        ValueError: if ``data`` lacks the prompt or another entry of the environment's data loader.
+        TypeError: if ``data`` is neither a mapping nor a question.
+        ValueError: if ``data`` lacks the question or another entry of the environment's data loader.
     """
     name = getattr(env, "data_key", "query")
     if isinstance(data, Mapping):
@@ -74,7 +74,7 @@ def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[
         given = {}
     else:
         raise TypeError(
-            "data must be a mapping, a prompt or a list of messages, got "
+            "data must be a mapping, a text or a list of messages, got "
             f"{type(data).__name__} ({str(data)[:80]})."
         )
     loader = next((t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)), None)
@@ -82,7 +82,7 @@ def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[
         if name in given:
             return given
         raise ValueError(
-            f'data must hold the prompt, as data["{name}"] or data["messages"], since the environment '
+            f'data must hold the question, as data["{name}"] or data["messages"], since the environment '
             f"has no data loader of its own, got {sorted(map(str, given))}."
         )
     if name not in given:

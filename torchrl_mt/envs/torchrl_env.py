@@ -46,14 +46,14 @@ class ChatEnvAdapter(TextEnv):
     it at :meth:`reset`; it is closed with the adapter or at the next reset, together with subprocesses
     that its transforms started. Make costly objects (a data set, a tokenizer) outside of the factory.
 
-    **Data.** An episode's data is a mapping, or the prompt alone: text, or a list of messages. Entries
+    **Data.** An episode's data is a mapping, or the question alone: text, or a list of messages. Entries
     of a mapping are in the tensordict at every step, as those of TorchRL's ``DataLoadingPrimer`` are;
-    numbers become tensors. Its prompt is the ``data_key`` entry (``"query"`` by default) or else
+    numbers become tensors. Its question is the ``data_key`` entry (``"query"`` by default) or else
     ``"messages"``.
 
-    **Data loaders.** An environment with its own data loader needs no prompt in the data, but uses one
+    **Data loaders.** An environment with its own data loader needs no question in the data, but uses one
     if there is. Otherwise ``{"seed": k}``, the data of a collector without data, selects item ``k`` of
-    the loader's ``dataset`` (modulo its size). So a group shares its prompt and runs repeat, whatever
+    the loader's ``dataset`` (modulo its size). So a group shares its question and runs repeat, whatever
     the loader's order. A loader that can only be iterated is shared by the adapter and its copies; it
     gives a new item for every new seed, and the same item for the same seed.
 
@@ -109,9 +109,9 @@ class ChatEnvAdapter(TextEnv):
 
         Raises:
             TypeError: if ``factory`` makes no TorchRL environment, or ``data`` is neither a mapping nor
-                a prompt.
+                a question.
             ValueError: if the environment is batched, is not in history mode, or has a transform that
-                needs tokens or log-probabilities; or if ``data`` has no prompt.
+                needs tokens or log-probabilities; or if ``data`` has no question.
         """
         with self._alone():
             env = self.factory()

@@ -73,15 +73,9 @@ _SAMPLER_FAULT = (
 class ExperienceMaker(TensorDictModuleBase):
     """Complete training rows with old and reference log-probabilities, KL, advantages and returns.
 
-    Call it once with whole groups, before rows are split. ``"returns"`` is each turn's return-to-go over
-    its whole episode, with ``gamma`` per turn; with a ``"gae"`` kind it is the critic's target. Nothing
-    is bootstrapped: a truncated episode counts like a terminated one. Complete rows once: weights that
-    an earlier maker wrote change the loss. :doc:`/data_format` lists what is read and written,
-    :doc:`/learning` the advantages, rewards and metrics.
-
-    No gradient flows. The models' modes are restored, and so is the random state unless other threads
-    run. After a call, ``metrics`` holds numbers about the rewards, the KL, the groups and the sampled
-    tokens.
+    Call it once with whole groups, before rows are split: statistics are taken over the rows of a call.
+    Complete rows once: weights that an earlier maker wrote change the loss. :doc:`/data_format` lists
+    what is read and written, :doc:`/learning` the advantages, rewards and metrics.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one. Rows with images need
@@ -95,22 +89,18 @@ class ExperienceMaker(TensorDictModuleBase):
         ref: The reference policy, of the same kinds as ``actor``; without it there is no KL. ``"base"``
             is the base model of the actor's PEFT adapters: the actor with its adapters off.
         critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
-        process: What does not count, or counts less, after rewards and before advantages:
-            ``"dynamic_sampling"``, ``"clip_filter"`` or ``"top_entropy"``, functions from rows to rows
-            (:mod:`~torchrl_mt.objectives.process`), or several. The maker then returns new rows, and
-            leaves those that it was given.
+        process: What does not count, or counts less: ``"dynamic_sampling"``, ``"clip_filter"``,
+            ``"top_entropy"``, a function from rows to rows, or several.
         kl_coef: Subtract ``kl_coef`` times the KL from the reward of each sampled token; needs ``ref``.
             At 0 the KL is only written. A TorchRL controller is updated with each batch's mean KL per
             token, for the next batch.
         kl_kind: Estimator of ``"kl"``, from the old policy to the reference (:doc:`/credit`).
         old_log_probs: ``"sampler"`` takes ``("log_probs", "full")``; ``"actor"`` scores the rows again
             under the current actor.
-        passes: How rows are cut into forward passes of all models, and the sampling temperature: rows
-            with another ``("sampling", "temperature")`` ``[N]`` are refused. With ``with_entropy``, the
-            actor's entropy at each sampled token is written as ``"entropy"``.
-        process_group: The rows are those of this rank, perhaps none, and all ranks call together:
-            statistics are those of all ranks' rows (:ref:`several-ranks`). An episode's rows must be on
-            one rank.
+        passes: How rows are cut into forward passes of all models, and the sampling temperature. With
+            ``with_entropy``, the actor's entropy at each sampled token is written as ``"entropy"``.
+        process_group: All ranks call together, each with its own rows or none, and statistics are those
+            of all ranks' rows (:ref:`several-ranks`).
 
     Raises:
         ValueError: If an argument is unknown or out of range, or needs another that is missing.
@@ -183,6 +173,7 @@ class ExperienceMaker(TensorDictModuleBase):
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
         self.metrics: dict[str, float] = {}
+        """Numbers of the last call: about the rewards, the KL, the groups and the sampled tokens."""
         self._warnings = Warnings()
         self.tensor_keys = ExperienceKeys()
         self._set_in_and_out_keys()
@@ -251,22 +242,31 @@ class ExperienceMaker(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the outputs into the rows.
 
+        ``"returns"`` is each turn's return-to-go over its whole episode, with ``gamma`` per turn; with a
+        ``"gae"`` kind it is the critic's target. Nothing is bootstrapped: a truncated episode counts
+        like a terminated one. ``process`` is applied after rewards and before advantages.
+
+        No gradient flows. The models' modes are restored, and so is the random state unless other
+        threads run.
+
         Args:
             tensordict: Rows ``[N]`` of whole groups: statistics are taken over these rows, and over
-                those of the other ranks of ``process_group``.
+                those of the other ranks of ``process_group``. All rows of an episode must be on one
+                rank.
 
         Returns:
-            The same rows, completed; with ``process`` new ones, those that it left.
+            The same rows, completed. With ``process``, new ones, those that it left; the given rows stay
+            as they were.
 
         Raises:
             TypeError: If the rows are no TensorDict.
             KeyError: If the rows lack an entry.
-            ValueError: If entries do not fit together; a row is a duplicate or was sampled at another
-                temperature; copies of an episode cannot be told apart; no token was sampled; groups
-                are compared but every episode is alone in its group; a reward, log-probability, value
-                or advantage that counts is not finite; a reward source's answer is invalid; or the
-                rows are locked or an output's place is taken. The rows are then unchanged.
-                Likewise if a function of ``process`` does what it may not.
+            ValueError: If entries do not fit together; a row is a duplicate, or its ``("sampling",
+                "temperature")`` ``[N]`` is not that of ``passes``; copies of an episode cannot be told
+                apart; no token was sampled; groups are compared but every episode is alone in its
+                group; a reward, log-probability, value or advantage that counts is not finite; a reward
+                source's result is invalid; or the rows are locked or an output's place is taken. The
+                rows are then unchanged. Likewise if a function of ``process`` does what it may not.
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
             RuntimeError: If this happens on another rank of ``process_group``.
         """

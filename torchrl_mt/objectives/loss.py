@@ -79,7 +79,8 @@ class ValueLoss:
     """A critic and the settings of its loss (:func:`~torchrl_mt.objectives.functional.value_loss`).
 
     Args:
-        critic: A value network, see :class:`MultiTurnLoss`.
+        critic: A value network, called like the actor. Its output, or the output's ``logits``, has one
+            value per token, ``[N, L]`` or ``[N, L, 1]``. Its loss reads ``"returns"``.
         coef: Weight of the loss.
         clip_value: Clip the loss at this distance from ``"values"``.
 
@@ -102,14 +103,9 @@ class ValueLoss:
 class MultiTurnLoss(LossModule):
     """Policy loss over the sampled tokens of training rows.
 
-    Minimise the sum of the outputs ``"loss_objective"``, ``"loss_kl"`` (with ``kl_coef``),
-    ``"loss_entropy"`` (with ``entropy_coef``) and ``"loss_critic"`` (with ``critic``). The others are
-    detached diagnostics. :doc:`/learning` lists them, the objectives, corrections and aggregations, and
-    the rows and tokens that do not count. Entries of the rows must be constants: one that carries a
-    graph is refused.
-
-    The models' parameters are shared, not copied. The models run in their current mode: keep an actor
-    with dropout in evaluation mode, as the old log-probabilities were computed without dropout.
+    Minimise the sum of the outputs that begin with ``loss_``. The others are detached diagnostics.
+    :doc:`/learning` lists them, the objectives, corrections and aggregations, and the rows and tokens
+    that do not count. The models' parameters are shared, not copied.
 
     Args:
         actor: A causal language model or a ``TransformersWrapper`` around one.
@@ -121,28 +117,20 @@ class MultiTurnLoss(LossModule):
             ``"prompt_mean"``, which reads ``"group"``.
         clip_epsilon: Largest distance of the importance ratio from 1, or ``(low, high)``. Default: the
             objective's own (0.2 for PPO), or what ``functools.partial`` binds.
-        correction: Off-policy weights for a sampler that differs from the old policy: a name in
-            :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, a function of the same signature, or
-            several, whose weights multiply. Needs ``ExperienceMaker(old_log_probs="actor")``.
+        correction: Off-policy weights for a sampler that differs from the old policy: one or several of
+            :data:`~torchrl_mt.objectives.functional.CORRECTIONS`, or functions of the same signature.
+            Needs ``ExperienceMaker(old_log_probs="actor")``.
         sequence: One sequence is a whole row, or a turn of a row by ``("turns", "full")``. For
             objectives and corrections of whole sequences.
-        kl_coef: Weight of the KL to the reference, read from ``("log_probs", "ref")``: a number, or a
-            TorchRL controller, which you update after each step. ``None`` neither reads nor reports the
-            KL; 0 reports it for rows that have a reference.
+        kl_coef: Weight of the KL to the reference: a number, or a TorchRL controller, which you update
+            after each step. ``None`` leaves the KL out; 0 only reports it.
         kl_kind: The estimator to minimise (:doc:`/credit`). The gradient of k1 is 0 on average.
         entropy_coef: Weight of the entropy bonus.
-        critic: A value network, called like the actor, or :class:`~torchrl_mt.objectives.ValueLoss`. Its
-            output, or the output's ``logits``, has one value per token, ``[N, L]`` or ``[N, L, 1]``. Its
-            loss reads ``"returns"``.
+        critic: A value network, or :class:`~torchrl_mt.objectives.ValueLoss`.
         freeze_vision: Do not train the vision towers of actor and critic, here and for good
             (:doc:`/images`).
-        passes: How rows are cut into forward passes (:doc:`/large_models`), and the sampling
-            temperature: rows with another ``("sampling", "temperature")`` ``[N]`` are refused.
-
-    Attributes:
-        aggregation_norm: Further divisor of ``"seq_mean_token_sum"``, 1 by default.
-        max_idle_updates: An error after so many updates in a row in which all advantages were 0, so that
-            the entropy bonus or the KL alone changed the model: 16 by default; ``None`` goes on.
+        passes: How rows are cut into forward passes, and the sampling temperature
+            (:doc:`/large_models`).
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, or an argument does not fit the
@@ -156,7 +144,10 @@ class MultiTurnLoss(LossModule):
     """
 
     aggregation_norm: float | None = None
+    """Further divisor of ``"seq_mean_token_sum"``, 1 by default."""
     max_idle_updates: int | None = 16
+    """An error after so many updates in a row in which all advantages were 0, so that the entropy bonus
+    or the KL alone changed the model; ``None`` goes on."""
 
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
@@ -348,19 +339,25 @@ class MultiTurnLoss(LossModule):
     ) -> TensorDictBase:
         """Compute the losses and diagnostics.
 
+        The models run in their current mode: keep an actor with dropout in evaluation mode, as the old
+        log-probabilities were computed without dropout.
+
         Args:
             tensordict: Rows ``[N]`` as :class:`ExperienceMaker` completes them; for ``"sft"``, any
-                rows.
+                rows. Entries must be constants: one that carries a graph is refused.
             total: For a shard, :meth:`total` of the whole batch: the shards' losses and gradients then
                 sum to the batch's. Diagnostics are the shard's own.
 
         Returns:
-            A TensorDict without batch dimensions; see the class.
+            A TensorDict without batch dimensions: ``"loss_objective"``, ``"loss_kl"`` (with
+            ``kl_coef``), ``"loss_entropy"`` (with ``entropy_coef``), ``"loss_critic"`` (with
+            ``critic``), and the diagnostics.
 
         Raises:
             KeyError: If the rows lack an entry.
             ValueError: If entries do not fit together, an entry is not finite on a sampled token or
-                carries a graph, rows were sampled at another temperature, or a model's output has the
+                carries a graph, rows have another ``("sampling", "temperature")`` ``[N]`` than
+                ``passes``, or a model's output has the
                 wrong shape or is not finite.
             TypeError: If the rows are no TensorDict, ``total`` is no number or tensor, or the actor
                 returns no logits.

@@ -119,7 +119,7 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
     """
     _check_vocabulary(model, inputs["input_ids"])
     if isinstance(model, DistributedDataParallel) and not torch.is_grad_enabled():
-        # The wrapper sends buffers to all workers, who need not make as many passes.
+        # The wrapper sends buffers to all ranks, which need not make as many passes.
         model = model.module
     device = device_of(model) or inputs["input_ids"].device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}

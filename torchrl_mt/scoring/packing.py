@@ -140,7 +140,7 @@ def forward_passes(
             many or more. Further passes have no rows.
 
     Yields:
-        The passes, on the device of ``tokens``. At least one, even without tokens: a worker without
+        The passes, on the device of ``tokens``. At least one, even without tokens: a rank without
         rows must run the model as the others do.
 
     Examples:

@@ -125,7 +125,7 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
     known = _FAULTS.setdefault(model, {})
     kind = (attention_implementation(model), *_types(model, dtype))
     if kind not in known:
-        # Run the model inside its wrapper: the wrapper's workers would wait for each other.
+        # Run the model inside its wrapper: the wrapper's ranks would wait for each other.
         known[kind] = _signature_fault(model) or _trial_fault(unwrapped(model), tokens, dtype)
     return known[kind]
 

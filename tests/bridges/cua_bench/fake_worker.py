@@ -1,4 +1,4 @@
-"""A worker server as cua-bench's: a reset ends other episodes, ids are used again, done evaluates."""
+"""A server as cua-bench's: a reset ends other episodes, ids are used again, done evaluates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process knows of worker servers."""
+"""What this process knows of servers of computers."""
 
 from __future__ import annotations
 

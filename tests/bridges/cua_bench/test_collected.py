@@ -9,8 +9,8 @@ import pytest
 
 from tests.bridges.cua_bench.fake_worker import FakeWorker
 from tests.bridges.cua_bench.held_servers import taken
+from tests.bridges.cua_bench.test_computer import answered
 from tests.bridges.cua_bench.test_computer_env import TASKS, env_on
-from tests.bridges.cua_bench.test_worker import answered
 from tests.collectors.scripted import ScriptedEngine
 from tests.faulty_server import nothing, running, status, success
 from tests.waiting import wait_until

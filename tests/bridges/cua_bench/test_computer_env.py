@@ -1,4 +1,4 @@
-"""Episodes on worker servers: what is executed, what the model is shown, and how episodes end."""
+"""Episodes on servers of computers: what is executed, what the model is shown, and how episodes end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cua-bench's own worker server: what its environments are told, and what they answer."""
+"""cua-bench's own server: what its environments are told, and what they answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.bridges.cua_bench.test_actions import actions
 from tests.tiers import examples
 from tests.waiting import wait_until
 from torchrl_mt.bridges.cua_bench import ComputerEnv
-from torchrl_mt.bridges.cua_bench.worker import server_form
+from torchrl_mt.bridges.cua_bench.computer import server_form
 
 worker_server = pytest.importorskip(
     "cua_bench.workers.worker_server", reason="cua-bench is not installed"

@@ -480,7 +480,7 @@ WRONG = {
     "negative": (lambda b: changed(b, responses=b["responses"] - 100), "responses must be token"),
     "worker": (lambda b: changed(b, worker_id=[0, 9]), "worker_id must be in 0..2, got 9"),
     "below": (lambda b: changed(b, worker_id=[0, -1]), "worker_id must be in 0..2, got -1"),
-    "twice": (lambda b: changed(b, worker_id=[0, 0]), "worker_id must name each worker once"),
+    "twice": (lambda b: changed(b, worker_id=[0, 0]), "worker_id must name each slot once"),
     "few": (lambda b: changed(b, worker_id=[0]), "worker_id must be one integer for each"),
     "other": (
         lambda b: changed(b, worker_id=b["worker_id"][::-1].copy()),

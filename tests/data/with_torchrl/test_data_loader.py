@@ -1,4 +1,4 @@
-"""A buffer in the workers of a DataLoader: copies, or an error that says how to get one."""
+"""A buffer in the processes of a DataLoader: copies, or an error that says how to get one."""
 
 import multiprocessing
 import pickle

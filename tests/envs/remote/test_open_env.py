@@ -320,7 +320,7 @@ def test_text_that_is_no_text_ends_the_session():
     async def garble(connection):
         await connection.send(b"\xff\xfe", text=True)
 
-    with pytest.raises(OpenEnvProtocolError, match="the answer is no UTF-8"):
+    with pytest.raises(OpenEnvProtocolError, match="the reply is no UTF-8"):
         run(Fake(garble), "a")
 
 
@@ -424,7 +424,7 @@ def test_a_late_answer_is_never_that_of_a_later_question():
 
     async def check(env):
         await env.reset()
-        with pytest.raises(OpenEnvTimeoutError, match=r"no answer within 0.05 seconds"):
+        with pytest.raises(OpenEnvTimeoutError, match=r"no reply within 0.05 seconds"):
             await env.step("a")
         with pytest.raises(OpenEnvConnectionError, match="step was not answered within"):
             await env.step("b")

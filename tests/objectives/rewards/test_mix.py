@@ -303,7 +303,7 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
         (
             lambda n, s: None,
             TypeError,
-            "the answer of reward source 'judge' must be a tensor or numbers",
+            "the result of reward source 'judge' must be a tensor or numbers",
         ),
         (lambda n, s: ["good"] * n, TypeError, "got list"),
     ],

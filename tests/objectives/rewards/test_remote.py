@@ -118,8 +118,8 @@ def test_what_may_pass_is_tried_again(server, remote, rows, fault):
     [
         (status(404), "1 attempt: status 404.*not now"),
         (status(503, Retry_After="100000"), "1 attempt: status 503"),
-        (success(b"<html>"), "the answer is no JSON.*<html>"),
-        (success(b""), "the answer is no JSON"),
+        (success(b"<html>"), "the reply is no JSON.*<html>"),
+        (success(b""), "the reply is no JSON"),
         (success({"scores": [1.0]}), r"must be {'rewards': \[...\]}.*scores"),
         (success([1.0] * 6), r"must be {'rewards': \[...\]}"),
         (success({"rewards": 1.0}), r"must be {'rewards': \[...\]}"),
@@ -149,7 +149,7 @@ def test_an_attempt_has_a_time_limit(server, remote, rows, fault):
     with closing(Loop()) as loop:
         late = after(loop.jump, fault)
         server.faults = [late, late]
-        with pytest.raises(RewardError, match=f"after 2 attempts: no answer within {LIMIT}"):
+        with pytest.raises(RewardError, match=f"after 2 attempts: no reply within {LIMIT}"):
             loop.run_until_complete(source(rows()))
         server.faults = [late]
         assert len(loop.run_until_complete(source(rows()))) == 6

@@ -170,7 +170,7 @@ def test_numbers_may_come_in_any_form(answer):
 )
 def test_answers_of_another_form_are_named(answer, error, what):
     source = TextReward(lambda prompts, completions: answer, Numbers(), name="judge")
-    with pytest.raises(error, match=f"'judge' must answer with.*{what}"):
+    with pytest.raises(error, match=f"'judge' must return.*{what}"):
         mixed(source, rows_of([ONE, FORKED]))
 
 

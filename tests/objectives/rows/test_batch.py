@@ -360,7 +360,7 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
             TypeError,
             r"the result of advantage\(rows\) must be a tensor or numbers",
         ),
-        ({"reward": imaginary}, TypeError, "the answer of reward source 'imaginary' must be real"),
+        ({"reward": imaginary}, TypeError, "the result of reward source 'imaginary' must be real"),
         ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
         ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
     ]:

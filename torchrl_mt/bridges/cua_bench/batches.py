@@ -43,7 +43,7 @@ def prompt_batch(
         "input_ids": input_ids,
         "attention_mask": mask,
         "position_ids": position_ids(mask),
-        "worker_id": np.array([prompt.worker for prompt in prompts], dtype=np.int64),
+        "worker_id": np.array([prompt.slot for prompt in prompts], dtype=np.int64),
         "meta_info": _objects(prompt.info for prompt in prompts),
         "raw_prompt_ids": _objects(list(prompt.token_ids) for prompt in prompts),
     }
@@ -156,17 +156,17 @@ class AnswerReader:
     """Reads the user's answers, and refuses what is not one.
 
     Args:
-        num_workers: number of slots.
+        num_slots: number of slots.
         vocabulary: number of token ids.
         longest: maximum tokens of a response.
         barred: token ids that no response may have: those that stand for images.
     """
 
     def __init__(
-        self, num_workers: int, vocabulary: int, longest: int, barred: Sequence[int] = ()
+        self, num_slots: int, vocabulary: int, longest: int, barred: Sequence[int] = ()
     ) -> None:
         self._barred = torch.tensor(barred, dtype=torch.int64, device="cpu")
-        self._num_workers = num_workers
+        self._num_slots = num_slots
         self._vocabulary = vocabulary
         self._longest = longest
 
@@ -236,10 +236,10 @@ class AnswerReader:
                 f"responses must have none of the tokens {self._barred.tolist()} that stand for images",
             )
         log_probs = self._log_probs(batch.get("log_probs"), responses, response_mask)
-        workers = self._workers(batch["worker_id"], size)
+        slots = self._slots_of(batch["worker_id"], size)
         return [
             Answer(
-                workers[k],
+                slots[k],
                 *episode,
                 prompts[k, width - prompt_lengths[k] :].tolist(),
                 responses[k, : lengths[k]].tolist(),
@@ -264,28 +264,28 @@ class AnswerReader:
         _require_rows((fine | ~mask).all(1), "log_probs must be finite and 0 or less")
         return log_probs.float()
 
-    def _workers(self, given: Any, size: int) -> list[int]:
+    def _slots_of(self, given: Any, size: int) -> list[int]:
         """The slots, each once."""
-        workers = _listed("worker_id", given)
-        if len(workers) != size or not all(isinstance(worker, Integral) for worker in workers):
+        slots = _listed("worker_id", given)
+        if len(slots) != size or not all(isinstance(slot, Integral) for slot in slots):
             raise ValueError(
                 f'worker_id must be one integer for each of the {size} rows, as in batch["worker_id"], '
                 f"got {given!r}."
             )
-        workers = [int(worker) for worker in workers]
-        for worker in workers:
-            if not 0 <= worker < self._num_workers:
+        slots = [int(slot) for slot in slots]
+        for slot in slots:
+            if not 0 <= slot < self._num_slots:
                 raise ValueError(
-                    f"worker_id must be in 0..{self._num_workers - 1}, got {worker}: pass "
+                    f"worker_id must be in 0..{self._num_slots - 1}, got {slot}: pass "
                     'batch["worker_id"] on.'
                 )
-        if len(set(workers)) < size:
-            twice = next(worker for worker in workers if workers.count(worker) > 1)
+        if len(set(slots)) < size:
+            twice = next(slot for slot in slots if slots.count(slot) > 1)
             raise ValueError(
-                f"worker_id must name each worker once, got {twice} in several rows: answer a worker's "
+                f"worker_id must name each slot once, got {twice} in several rows: answer a slot's "
                 "prompts one after the other."
             )
-        return workers
+        return slots
 
 
 def _episodes(given: Any, size: int) -> list[tuple[int, int | None]]:

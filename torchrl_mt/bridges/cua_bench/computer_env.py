@@ -1,4 +1,4 @@
-"""An environment in which the model uses a computer, on worker servers such as cua-bench's.
+"""An environment in which the model uses a computer, on servers such as cua-bench's.
 
 Only what parses as an action is executed, and every action at most once.
 """
@@ -21,7 +21,7 @@ from torchrl_mt.bridges.cua_bench.actions import (
     describe_actions,
     parse_actions,
 )
-from torchrl_mt.bridges.cua_bench.worker import ComputerError, Observation, Worker, check_server
+from torchrl_mt.bridges.cua_bench.computer import Computer, ComputerError, Observation, check_server
 from torchrl_mt.checks import check_choice, check_positive_finite, check_positive_integer
 from torchrl_mt.envs import Message, TextEnv, TextStep
 
@@ -31,7 +31,7 @@ _NO_USER = "There is no user who could help. Go on alone."
 
 
 class ComputerEnv(TextEnv):
-    """An environment of computers behind HTTP, as cua-bench's worker servers offer them.
+    """An environment of computers behind HTTP, as cua-bench's servers offer them.
 
     The model sees the instruction, how to write actions (:func:`parse_actions`) and the screen. Its
     response has one or several actions. The environment executes them in order, or none if there is
@@ -46,7 +46,7 @@ class ComputerEnv(TextEnv):
     shortened.
 
     Args:
-        server_url: address of a worker server, or several of them.
+        server_url: address of a server, or several of them.
         task_configs: tasks ``{"env_path": str, "task_index": int, "split": str}``; the last two are 0
             and ``"train"`` by default, other entries are not used.
         max_step: maximum number of responses in an episode.
@@ -103,7 +103,7 @@ class ComputerEnv(TextEnv):
         self.timeout = timeout
         check_choice("action_format", action_format, ACTION_FORMATS)
         self.action_format = action_format
-        self._worker: Worker | None = None
+        self._computer: Computer | None = None
         self._episode: _Episode | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComputerEnv:
@@ -115,7 +115,7 @@ class ComputerEnv(TextEnv):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or what is sent to another process, plays no episode yet.
-        return {**vars(self), "_worker": None, "_episode": None}
+        return {**vars(self), "_computer": None, "_episode": None}
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
         """Begin a task on a free server.
@@ -131,8 +131,8 @@ class ComputerEnv(TextEnv):
             ComputerError
         ):  # The last episode's server is lost; this one may have another.
             await self.close()
-        self._worker = await Worker.find(self._servers, self.timeout)
-        instruction, observation = await self._worker.reset(task)
+        self._computer = await Computer.find(self._servers, self.timeout)
+        instruction, observation = await self._computer.reset(task)
         prompt = [instruction, describe_actions(self.action_format)]
         self._episode = _Episode([part for part in prompt if part], observation, self.max_hist)
         return self._episode.opening()
@@ -146,7 +146,7 @@ class ComputerEnv(TextEnv):
         """
         # Whatever interrupts the step, the episode does not go on: an action may have been executed.
         episode, self._episode = self._episode, None
-        if episode is None or self._worker is None:
+        if episode is None or self._computer is None:
             raise RuntimeError(
                 f"{type(self).__name__}.step was called with no episode under way: call reset first."
             )
@@ -164,7 +164,7 @@ class ComputerEnv(TextEnv):
             if action.name == "call_user":
                 notes = [_NO_USER]
                 continue
-            reply = await self._worker.act(action)
+            reply = await self._computer.act(action)
             reward, done = reward + reply.reward, reply.done
             if reply.observation is not None:
                 episode.observation = reply.observation
@@ -176,7 +176,7 @@ class ComputerEnv(TextEnv):
         said = message or {"role": "assistant", "content": response}
         history = episode.add(said, "; ".join(played), notes)
         if episode.steps == self.max_step:
-            reward += (await self._worker.act(Action("done"))).reward
+            reward += (await self._computer.act(Action("done"))).reward
             return TextStep([episode.newest()], reward=reward, done=True, truncated=True, info=info)
         self._episode = episode
         return TextStep([episode.newest()], reward=reward, info=info, history=history)
@@ -187,9 +187,9 @@ class ComputerEnv(TextEnv):
         Raises:
             ComputerError: if the server does not confirm it.
         """
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.close()
+        computer, self._computer = self._computer, None
+        if computer is not None:
+            await computer.close()
 
     def _task(self, data: Any) -> dict[str, Any]:
         """The task that the data of an episode names."""

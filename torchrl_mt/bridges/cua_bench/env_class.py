@@ -1,6 +1,6 @@
 """Environments of the form ``env_class(config)`` with ``reset() -> (env_ret, meta_info)``.
 
-It is the form of cua-bench's workers: ``env_ret["obs"]`` is all that the model sees, as plain text
+It is the form of cua-bench's environments: ``env_ret["obs"]`` is all that the model sees, as plain text
 without a chat template, images in base64 between marks. An environment lives as long as its slot;
 after a failure it is made anew.
 """
@@ -68,16 +68,16 @@ class EnvClassWorkflow:
         """Play an episode in the environment of its slot; return one reward per turn."""
         own = engine.engine
         assert isinstance(own, EpisodeEngine)
-        env = self._idle.pop(own.worker, None)
+        env = self._idle.pop(own.slot, None)
         if env is None:
-            config = self._configs[own.worker]
+            config = self._configs[own.slot]
             env = await call_in_thread(self._env_class, config, unclaimed=close_env)
         calls = _Calls(env, engine.limits.tool_timeout)
         try:
             return await self._play(calls, engine, own)
         finally:
             if calls.usable:
-                self._idle[own.worker] = env
+                self._idle[own.slot] = env
             else:
                 start_daemon(close_env, env)
 

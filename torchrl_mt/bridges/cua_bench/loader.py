@@ -58,41 +58,29 @@ class MultiTurnDataLoader:
     """Iterate over prompts of environments that wait for a response, and answer them.
 
     Each of ``num_envs`` slots plays one episode after the other. A batch is a dict with the prompts of
-    ``batch_size`` slots, those that waited longest: ``"input_ids"``, ``"attention_mask"`` and
-    ``"position_ids"``, int64 ``[B, max_prompt_length]``, padded on the left; ``"worker_id"`` and
-    ``"meta_info"``; images with a ``processor``. :meth:`async_step` answers. Finished episodes are
-    stored whole, with returns, for :meth:`sample_from_buffer`. At the end of the data, batches are
-    smaller. :doc:`/bridges` has a whole loop, all entries, and what happens to slow and failing
-    environments. Batches, methods and answers are those of cua-bench's ``MultiTurnDataloader``.
+    the ``batch_size`` slots that waited longest, and :meth:`async_step` answers them. Finished episodes
+    are stored whole, with returns, for :meth:`sample_from_buffer`. :doc:`/bridges` has a whole loop, the
+    entries of a batch, and what happens to slow and failing environments.
 
     Args:
         env: the environment, in any form that :class:`~torchrl_mt.collectors.MultiTurnCollector` takes.
         tokenizer: renders the prompts.
-        task_configs: the items, one per episode. Without them, every episode has ``{"seed": k}`` with a
-            new ``k``.
+        task_configs: the items, one per episode; by default ``{"seed": k}``, with a new ``k`` for each.
         processor: the Hugging Face processor of a model that takes images; ``None`` for text alone.
         batch_size: prompts per batch, at most ``num_envs``.
         num_envs: number of slots, thus of episodes that run at once. ``None`` means the number of
-            ``env_configs``, or twice ``batch_size``, so that half of the environments may be slow.
-        replay_capacity: maximum number of stored steps. The oldest whole episodes leave first; a longer
-            episode is rejected (``rejected/longer_than_replay``).
+            ``env_configs``, or twice ``batch_size``.
+        replay_capacity: maximum number of stored steps. The oldest whole episodes leave first.
         replay_reward_discount: discount of the returns, per step, in [0, 1].
-        max_prompt_length: maximum tokens of a prompt. A longer dialogue loses its oldest turns, never
-            its opening. If it is too long without them, the episode is rejected
-            (``rejected/prompt_too_long``).
+        max_prompt_length: maximum tokens of a prompt. A longer dialogue loses its oldest turns.
         max_response_length: maximum tokens of a response.
         only_keep_outcome_in_replay: store the last step of each episode alone, with its raw reward.
         balance_thres: returns below it count as low in :meth:`get_balance_stats`.
         env_class: instead of ``env``, the class of environments with a config each.
         env_configs: the config of each slot.
-        is_multi_modal: cua-bench's switch for images: false ignores the processor, and ``None`` means
-            true if there is one.
+        is_multi_modal: cua-bench's switch for images; false ignores the processor.
         **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
-            ``limits``, ``max_retries``, ``group_size`` or ``options=CollectorOptions(cycle=False)``.
-
-    Attributes:
-        storage: the :class:`~torchrl_mt.data.EpisodeStorage` of the finished episodes.
-        replay: the ``ReplayBuffer`` on it.
+            ``limits``, ``max_retries`` or ``options=CollectorOptions(cycle=False)``.
 
     Raises:
         ValueError: if a number is out of range, or arguments exclude or do not fit each other.
@@ -160,8 +148,10 @@ class MultiTurnDataLoader:
         if env_class is not None:
             env, task_configs = self._env_of_class(env_class, env_configs, task_configs)
         self.storage = EpisodeStorage(replay_capacity)
+        """The :class:`~torchrl_mt.data.EpisodeStorage` of the finished episodes."""
         returns = DiscountedReturn(replay_reward_discount, outcome_only=only_keep_outcome_in_replay)
         self.replay = ReplayBuffer(storage=self.storage, writer=EpisodeWriter(transform=returns))
+        """The ``ReplayBuffer`` on ``storage``."""
         self._balance = ReturnBalance(balance_thres)
         self._outcome = 0.0
         self._storing = threading.RLock()
@@ -196,7 +186,7 @@ class MultiTurnDataLoader:
         )
 
         def prepared(batch: TensorDictBase) -> TensorDictBase:
-            batch = collector.add_workers(batch)
+            batch = collector.add_slots(batch)
             if vision is not None:
                 add_shown_images(batch)
             return batch if postproc is None else postproc(batch)
@@ -243,7 +233,12 @@ class MultiTurnDataLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """Wait for ``batch_size`` prompts and give them out.
+        """Wait for ``batch_size`` prompts and give them out; fewer at the end of the data.
+
+        Returns:
+            A dict of the prompts as ``"input_ids"``, ``"attention_mask"`` and ``"position_ids"``, int64
+            ``[B, max_prompt_length]``, padded on the left; ``"worker_id"`` and ``"meta_info"``; and the
+            images, with a ``processor``.
 
         Raises:
             StopIteration: if the data has ended and all episodes are over.
@@ -402,7 +397,7 @@ class MultiTurnDataLoader:
         """
         stats = self._collector.stats()
         with self._changed:
-            stats["prompts/waiting"] = len(self._engine.workers_waiting)
+            stats["prompts/waiting"] = len(self._engine.slots_waiting)
             stats["prompts/unanswered"] = self._engine.num_given
             stats["answers/dropped"] = self._engine.num_dropped
         return stats
@@ -439,7 +434,7 @@ class MultiTurnDataLoader:
 
     def _take_last(self) -> list[Any]:
         """Give out fewer prompts than a batch at the end of the data, when no other can come."""
-        waiting = self._engine.workers_waiting
+        waiting = self._engine.slots_waiting
         if not waiting or self._others_busy(waiting) or not self._collector.is_ending:
             return []
         return self._engine.take(len(waiting))
@@ -481,7 +476,7 @@ class MultiTurnDataLoader:
 
     def _require_answers(self, wait: Wait) -> None:
         """Raise if no batch can come without answers, and only this thread could give them."""
-        asked, given = self._engine.workers_waiting, self._engine.workers_given
+        asked, given = self._engine.slots_waiting, self._engine.slots_given
         unanswered = given - asked
         lost = {slot.index for slot in self._slots.lost} - asked
         if self._collector.is_ending:
@@ -504,7 +499,7 @@ class MultiTurnDataLoader:
     def _require_more(self, size: int, wait: Wait) -> None:
         """Raise if no further steps can come while this thread waits."""
         is_running = self._collector.is_running
-        asked = self._engine.workers_waiting | self._engine.workers_given
+        asked = self._engine.slots_waiting | self._engine.slots_given
         lost = {slot.index for slot in self._slots.lost} - asked
         if self._collector.is_ending:
             all_wait = bool(asked) and not self._others_busy(asked)

@@ -28,7 +28,7 @@ __all__ = ["Answer", "AskingEngine", "EpisodeEngine", "WaitingPrompt"]
 class WaitingPrompt:
     """A prompt that waits for an answer."""
 
-    worker: int
+    slot: int
     """Index of the environment's slot."""
     uid: int
     """Id of the episode."""
@@ -48,7 +48,7 @@ class WaitingPrompt:
 class Answer:
     """A response to a prompt, as the user gave it."""
 
-    worker: int
+    slot: int
     uid: int
     turn: int | None
     """Number of the call in its episode; ``None`` if it was not told."""
@@ -84,16 +84,16 @@ class AskingEngine:
 
     # The engine, in the event loop of the episodes
 
-    def of(self, worker: int, episode: Episode) -> EpisodeEngine:
+    def of(self, slot: int, episode: Episode) -> EpisodeEngine:
         """The engine of one episode, which begins; :meth:`end` follows."""
         with self.changed:
-            self._beginning.add(worker)
-        return EpisodeEngine(self, worker, episode)
+            self._beginning.add(slot)
+        return EpisodeEngine(self, slot, episode)
 
-    def end(self, worker: int) -> None:
+    def end(self, slot: int) -> None:
         """Record that the episode of a slot is over."""
         with self.changed:
-            self._beginning.discard(worker)
+            self._beginning.discard(slot)
 
     async def generate(self, prompt_ids: Sequence[int], **arguments: Any) -> Completion:
         """Refuse a prompt that is of no episode; see :meth:`of`."""
@@ -104,7 +104,7 @@ class AskingEngine:
         key = prompt.uid, prompt.turn
         with self.changed:
             self._waiting[key] = prompt
-            self._beginning.discard(prompt.worker)
+            self._beginning.discard(prompt.slot)
             self.changed.notify_all()
         try:
             return await prompt.answer
@@ -132,14 +132,14 @@ class AskingEngine:
     # The user's side, in any thread; hold ``changed``
 
     @property
-    def workers_waiting(self) -> set[int]:
+    def slots_waiting(self) -> set[int]:
         """Slots with a prompt that was not given out."""
-        return {prompt.worker for prompt in self._waiting.values()}
+        return {prompt.slot for prompt in self._waiting.values()}
 
     @property
-    def workers_given(self) -> set[int]:
+    def slots_given(self) -> set[int]:
         """Slots with a prompt that was given out and not answered yet."""
-        return {prompt.worker for prompt in self._given.values()}
+        return {prompt.slot for prompt in self._given.values()}
 
     @property
     def num_beginning(self) -> int:
@@ -155,7 +155,7 @@ class AskingEngine:
         """Give out the prompts of ``number`` slots that waited longest; none if there are fewer."""
         found: dict[int, tuple[int, int]] = {}
         for key, prompt in self._waiting.items():
-            found.setdefault(prompt.worker, key)
+            found.setdefault(prompt.slot, key)
             if len(found) == number:
                 break
         if len(found) < number:
@@ -170,14 +170,14 @@ class AskingEngine:
         """Answer prompts that were given out; count and drop answers to others.
 
         Raises:
-            ValueError: if an answer is to another prompt than its worker was given. Nothing is answered
+            ValueError: if an answer is to another prompt than its slot was given. Nothing is answered
                 then.
         """
         found = [self._find(answer) for answer in answers]
         for row, (prompt, answer) in enumerate(zip(found, answers, strict=True)):
             if prompt is not None and prompt.token_ids != answer.prompt_ids:
                 raise ValueError(
-                    f"prompts[{row}] must be the row of input_ids that worker {answer.worker} was given "
+                    f"prompts[{row}] must be the row of input_ids that slot {answer.slot} was given "
                     f"({len(prompt.token_ids)} tokens), got {len(answer.prompt_ids)} other ones: pass "
                     'batch["input_ids"] and its mask on, rows in the order of worker_id.'
                 )
@@ -196,10 +196,10 @@ class AskingEngine:
         else:
             given = (prompt for prompt in self._given.values() if prompt.uid == answer.uid)
             found = next(given, None)
-        if found is not None and found.worker != answer.worker:
+        if found is not None and found.slot != answer.slot:
             raise ValueError(
                 f"worker_id must be that of its row of meta_info: the episode {answer.uid} is of "
-                f"worker {found.worker}, got {answer.worker}."
+                f"slot {found.slot}, got {answer.slot}."
             )
         return found
 
@@ -229,7 +229,7 @@ class EpisodeEngine:
     """The engine of one episode: its prompts wait for the loader's user."""
 
     engine: AskingEngine
-    worker: int
+    slot: int
     """Index of the environment's slot."""
     episode: Episode
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -294,7 +294,7 @@ class EpisodeEngine:
         answer = asyncio.get_running_loop().create_future()
         uid = self.episode.traj_id
         return await self.engine.ask(
-            WaitingPrompt(self.worker, uid, turn, prompt, facts, answer, tuple(images or ()))
+            WaitingPrompt(self.slot, uid, turn, prompt, facts, answer, tuple(images or ()))
         )
 
     def update_weights(self, source: Any) -> int:

@@ -1,7 +1,7 @@
 """The slots of a loader's environments, and the collector that plays an episode in each.
 
 A slot plays one episode at a time. A slot whose environment keeps failing waits longer and longer before
-the next attempt, and an item that it failed before the environment's first answer is played again. So it
+the next attempt, and an item that it failed before the environment's first reply is played again. So it
 neither uses up the items nor ends the run, as long as others work. An item that fails in all is dropped.
 What becomes of groups of several episodes is said by ``incomplete_groups`` alone.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LOST_AFTER", "LoaderCollector", "Slots"]
 
 LOST_AFTER = 8
-"""Failures in a row, without any answer of the environment, after which a slot counts as lost."""
+"""Failures in a row, without any reply of the environment, after which a slot counts as lost."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 """Seconds before the third attempt in a row, doubled for each further one, and their maximum."""
@@ -218,7 +218,7 @@ class LoaderCollector(MultiTurnCollector):
         self._on_delivery([episode for group in groups for episode in group.episodes])
         return batch
 
-    def add_workers(self, batch: TensorDictBase) -> TensorDictBase:
+    def add_slots(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the slots into a batch of episodes, as ``"worker_id"``."""
         slots = self._slots.of_episode
         ids = batch["collector", "traj_ids"].tolist()

@@ -58,7 +58,7 @@ class ClassicEnv:
         self._client_class = _client_class(vf)
 
     def items(self) -> list[dict[str, Any]]:
-        """The rows of the data set: the prompt, the answer, and what else it has."""
+        """The rows of the data set: the question, the right answer, and what else it has."""
         return [dict(row) for row in self._rows]
 
     async def run(

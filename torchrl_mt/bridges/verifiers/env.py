@@ -86,7 +86,7 @@ class VerifiersEnv:
         """The data of the tasks, for the collector's ``data``.
 
         Returns:
-            A dict for each task, with its prompt, its answer and whatever else it has. Those of
+            A dict for each task, with its question, its right answer and whatever else it has. Those of
             ``verifiers.v1`` name the task by ``"idx"``; their other entries are not read again.
 
         Raises:

@@ -26,40 +26,26 @@ BackendName = Literal["ray", "process"]
 class RayMultiTurnCollector(MultiTurnCollector):
     """A :class:`~torchrl_mt.collectors.MultiTurnCollector` whose episodes are played by Ray actors.
 
-    Each actor has an engine of its own, its environments and an event loop. Items, groups, retries,
-    staleness, counts, batches and the replay buffer stay in this process, so all that is said of
-    :class:`~torchrl_mt.collectors.MultiTurnCollector` holds. The members of a group are played by one
-    actor, for the sake of prefix caches.
-
-    New weights are sent once and read by all actors. :meth:`update_policy_weights_` returns when every
-    actor has them. Tokens have the version of the weights that sampled them.
-
-    An actor that dies is started again, with the last weights. Its episodes are rejected
-    (``rejected/WorkerDied``), and the items of their groups are played again, whatever ``failures``
-    says.
+    Each actor has an engine of its own, its environments and an event loop. All else stays in this
+    process: items, groups, retries, staleness, counts, batches and the replay buffer. New weights are
+    sent once, and :meth:`update_policy_weights_` returns when every actor has them. :doc:`/scaling` says
+    how episodes are shared out, and what happens when an actor dies.
 
     Args:
-        env: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It is pickled, with
-            ``cloudpickle`` where needed.
-        policy_factory: a function or class that makes an engine or a TorchRL LLM wrapper without
-            arguments, or its name as ``"package.module.function"``. Every actor calls it once. Or a list
-            of one for each actor, such as one for each GPU.
-        data: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`. It stays in this process; items
-            are sent.
+        env: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`; it is pickled.
+        policy_factory: makes the engine, or TorchRL LLM wrapper, of an actor: a function or class
+            without arguments, its name as ``"package.module.function"``, or a list of one per actor.
+        data: as for :class:`~torchrl_mt.collectors.MultiTurnCollector`.
         num_collectors: number of actors.
         remote_configs: options of ``ray.remote`` for all actors, such as ``{"num_gpus": 1}``, or a list
             of one for each.
-        ray_init_config: arguments of ``ray.init``, if Ray is not initialised. It is then shut down with
-            the last of TorchRL's and this package's collectors and buffers that use it.
+        ray_init_config: arguments of ``ray.init``, if Ray is not initialised.
         backend: ``"ray"``, or ``"process"`` for processes on this machine.
-        on_update: for sampling servers that the actors share: ``VLLMWeights``, ``SGLangWeights`` or a
-            function, which may be ``async``. Called in this process with new weights, instead of sending
-            them. The actors' engines count the update; with the former two, they also know which servers
-            lack the weights, and send them no request.
+        on_update: loads new weights into sampling servers that the actors share, instead of sending
+            them: ``VLLMWeights``, ``SGLangWeights``, or a plain or ``async`` function.
         max_restarts: number of times in a row that an actor is started again without having finished an
             episode. The next death ends the run.
-        **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`, such as
-            ``episodes_per_batch`` and ``replay_buffer`` (also TorchRL's ``RayReplayBuffer``). ``accept``
+        **options: further arguments of :class:`~torchrl_mt.collectors.MultiTurnCollector`. ``accept``
             is called by the actors, ``accept_group`` and ``postproc`` in this process.
 
     Raises:
@@ -69,17 +55,8 @@ class RayMultiTurnCollector(MultiTurnCollector):
         Exception: the error of ``policy_factory``; the cause is its traceback in the actor.
 
     Examples:
-        >>> def make_engine():
-        ...     model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16").cuda()
-        ...     return TransformersEngine(model, AutoTokenizer.from_pretrained(NAME))
         >>> collector = RayMultiTurnCollector(  # doctest: +SKIP
-        ...     GuessNumber(16, turns=5),
-        ...     make_engine,
-        ...     num_collectors=4,
-        ...     remote_configs={"num_gpus": 1},
-        ...     episodes_per_batch=256,
-        ...     group_size=8,
-        ...     max_staleness=1,
+        ...     GuessNumber(16), make_engine, num_collectors=4, episodes_per_batch=256
         ... )
         >>> for batch in collector:  # doctest: +SKIP
         ...     train(model, batch)

@@ -37,9 +37,9 @@ _CLOSE_SECONDS = 15.0
 WARN_SECONDS = 60.0
 """Seconds for the first workers to start before a warning."""
 SILENT_SECONDS = 60.0
-"""Seconds without an answer of a worker before a warning."""
+"""Seconds without a reply of a worker before a warning."""
 SLOW_SECONDS = 5.0
-"""Seconds for an answer of a worker that does not hang."""
+"""Seconds for a reply of a worker that does not hang."""
 _LONGEST_PAUSE = 5.0
 """Seconds between two starts of a worker that does not live."""
 

@@ -1,6 +1,6 @@
 """An object that other processes call; its ``async`` methods run in an event loop of its own.
 
-Every call gets one answer: a value, or an error as it was raised.
+Every call gets one reply: a value, or an error as it was raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Host:
     """An object and its event loop, for a :class:`~torchrl_mt.processes.WorkerProcess` or an actor.
 
     Args:
-        make: makes the object; its error is the answer to all calls.
+        make: makes the object; its error is the reply to all calls.
         *args: arguments for it.
     """
 

@@ -116,7 +116,7 @@ class _Worker:
         self._process.ended.add_done_callback(lambda _: self._died(begun))
 
     def _died(self, begun: Future[None]) -> None:
-        """Replace the process, unless it died in its start: then it is the answer to all calls."""
+        """Replace the process, unless it died in its start: then it is the reply to all calls."""
         with self._lock:
             if not self._closed and begun.done():
                 self._begin()

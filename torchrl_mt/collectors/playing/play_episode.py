@@ -247,7 +247,7 @@ def _close(env: TextEnv) -> None:
 
 
 async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> TextStep:
-    """Ask the environment for its answer, within ``tool_timeout`` and the rest of ``turn_timeout``."""
+    """Ask the environment for its reply, within ``tool_timeout`` and the rest of ``turn_timeout``."""
     seconds, reason = limits.tool_timeout, StopReason.TOOL_TIMEOUT
     if limits.turn_timeout is not None:
         left = max(limits.turn_timeout - used, 0.0)

@@ -21,7 +21,7 @@ _CUT_SHARE = 0.9
 _CUT_REMEDY = {
     StopReason.MAX_RESPONSE_TOKENS: "Raise Limits(max_response_tokens=...), the engine's max_new_tokens "
     "and that of sampling, whichever is lowest, have the prompt ask for shorter answers, or let the "
-    'environment answer what was cut (Limits(on_cut="continue"))',
+    'environment see what was cut (Limits(on_cut="continue"))',
     StopReason.MAX_EPISODE_TOKENS: "Raise Limits(max_episode_tokens=...) or the engine's "
     "max_total_tokens, whichever is lower, or shorten the prompts",
 }

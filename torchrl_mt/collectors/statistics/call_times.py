@@ -55,7 +55,7 @@ class CallTimes:
         """Seconds and name of the call that has run longest; ``(0.0, "")`` if none runs."""
         calls = list(self._under_way.values())
         engine = [(since, what) for kind, what, since in calls if kind == "engine"]
-        # A workflow's time counts from the engine's last answer.
+        # A workflow's time counts from the engine's last response.
         others = [(max(since, self._changed), what) for _, what, since in calls]
         if self.elsewhere is not None:
             others.append(self.elsewhere)

@@ -1,4 +1,4 @@
-"""Groups of episodes that share one value, such as the id of their prompt.
+"""Groups of episodes that share one value, such as the id of their item.
 
 With a group size, only groups of exactly that size are drawn.
 """

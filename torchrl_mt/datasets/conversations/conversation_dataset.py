@@ -111,10 +111,10 @@ class ConversationDataset(Dataset):
         self.max_length = max_length
         self._rows = rows_of(source)
         self._filled = filled_columns(source) or filled_columns(self._rows)
-        # Workers get it as it is, instead of examining the template each.
+        # Processes of a DataLoader get it as it is, instead of examining the template each.
         has_template = tokenizer.chat_template is not None
         self._renderer = DialogueRenderer(tokenizer) if has_template else None
-        # Shared memory, so that not each worker of each epoch warns again.
+        # Shared memory, so that not each process of each epoch warns again.
         self._warned = torch.zeros(len(_WARNINGS), dtype=torch.bool, device="cpu").share_memory_()
 
     def __len__(self) -> int:

@@ -53,25 +53,13 @@ _PARTS = "parts"
 class RunCheckpoint:
     """Saves all parts of a run as one step, and restores the last whole one.
 
-    A save is atomic. If it is killed (``SIGKILL``), fails or fills the disk, the earlier checkpoints are
-    still there, and the next save deletes what is left over. Every file has a hash. A damaged checkpoint
-    is skipped, with a warning, and the one before it is restored.
+    A save is atomic: however it ends, the earlier checkpoints are still there. Every file has a hash.
+    A damaged checkpoint is skipped, with a warning, and the one before it is restored.
 
-    The global random states of PyTorch (CPU and CUDA), NumPy and Python are saved and restored as well.
-    Parts are named by the caller and may be
-
-    - anything with ``state_dict`` and ``load_state_dict``: models, losses, optimizers, schedulers, a
-      ``GradScaler``, an :class:`~torchrl_mt.objectives.ExperienceMaker`, a
-      :class:`~torchrl_mt.collectors.MultiTurnCollector`. A ``check_state_dict(state)``, which raises for
-      what ``load_state_dict`` would refuse, is asked before any part is changed;
-    - anything with ``dumps`` and ``loads`` that take a folder: replay buffers and storages;
-    - a ``dict`` or a ``list``, whose content is replaced;
-    - a ``torch.Generator``, ``numpy.random.Generator`` or ``random.Random``;
-    - an :class:`~torchrl_mt.engines.Engine`, which saves nothing and takes the restored weights. The
-      engine of a collector takes them too and need not be given.
+    Parts are named by the caller; :meth:`save` says what may be one. The global random states of PyTorch
+    (CPU and CUDA), NumPy and Python are saved and restored as well. :ref:`resuming` shows a whole run.
 
     One process saves to a folder, which is new or was restored from. Any number may restore from it.
-    The last checkpoint is the one that was saved last, whatever its step.
 
     Args:
         folder: folder of the checkpoints, created by the first save. Other files in it are not touched.
@@ -103,8 +91,6 @@ class RunCheckpoint:
         3
         >>> again["scores"] == run["scores"]
         True
-        >>> torch.equal(again["model"].weight, run["model"].weight)
-        True
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
@@ -126,14 +112,24 @@ class RunCheckpoint:
         """Save all parts as they are now, between two updates.
 
         A :class:`~torchrl_mt.collectors.MultiTurnCollector` that collects in the background delivers
-        nothing meanwhile.
+        nothing meanwhile. A part may be
+
+        - anything with ``state_dict`` and ``load_state_dict``: models, losses, optimizers, schedulers, a
+          ``GradScaler``, an :class:`~torchrl_mt.objectives.ExperienceMaker`, a
+          :class:`~torchrl_mt.collectors.MultiTurnCollector`;
+        - anything with ``dumps`` and ``loads`` that take a folder: replay buffers and storages;
+        - a ``dict`` or a ``list``, whose content is replaced;
+        - a ``torch.Generator``, ``numpy.random.Generator`` or ``random.Random``;
+        - an :class:`~torchrl_mt.engines.Engine`, which saves nothing and takes the restored weights. The
+          engine of a collector takes them too and need not be given.
 
         Args:
-            step: the step that :meth:`restore` returns, such as the number of updates.
-            **parts: the parts by name; see the class.
+            step: the step that :meth:`restore` returns, such as the number of updates. The last
+                checkpoint is the one that was saved last, whatever its step.
+            **parts: the parts by name.
 
         Raises:
-            TypeError: if ``step`` is not an integer, or a part is none of what the class lists.
+            TypeError: if ``step`` is not an integer, or a part is none of the above.
             ValueError: if the last checkpoint in the folder is one that this object neither saved nor
                 restored: another run's, or that of another process. Nothing has changed.
             RuntimeError: if a part cannot be saved; names it.
@@ -160,7 +156,9 @@ class RunCheckpoint:
         Give parts that were made as for the first run and have not run yet: a collector that has
         collected nothing, an optimizer over the same parameters. Weights are loaded first, then the
         engines take them (the part named ``model``, or ``None``: those of the model that the engine
-        was made from), then the collectors are loaded, and the random states come last.
+        was made from), then the collectors are loaded, and the random states come last. A part's
+        ``check_state_dict(state)``, which raises for what ``load_state_dict`` would refuse, is asked
+        before any part is changed.
 
         Nothing that is read runs code, unless you give ``trust``. Tensors, arrays, numbers, strings,
         images and containers of them need none, and so do most parts of a run. Other Python objects do,
@@ -177,7 +175,7 @@ class RunCheckpoint:
             The saved step; ``None`` if the folder has no checkpoint: the run is new.
 
         Raises:
-            TypeError: if a part is none of what the class lists.
+            TypeError: if a part is none of what :meth:`save` lists.
             ValueError: if a part needs ``trust``, was not saved or is of another kind, a model has other
                 entries or shapes, or a collector other data: nothing has changed. If a part refuses its
                 state later: the message says which, and what was loaded before. If the folder has

@@ -1,6 +1,6 @@
 """OpenAI's completions protocol with token ids in and out, as vLLM and SGLang implement it.
 
-Answers are read token for token; text is never encoded again. A missing or inconsistent field is an
+Replies are read token for token; text is never encoded again. A missing or inconsistent field is an
 error that names it.
 """
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 OWN_FIELDS = frozenset({"prompt", "model", "max_tokens", "n", "best_of", "stream", "echo"})
-"""Request fields that the engine sets, and fields that would change the shape of the answer."""
+"""Request fields that the engine sets, and fields that would change the shape of the reply."""
 
 _TOKEN_ID = "token_id:"
 _UNFINISHED = ("abort", "error")
@@ -33,12 +33,12 @@ _CHOICE = "choices[0]"
 
 
 class MalformedAnswerError(ValueError):
-    """A field of a server's answer is missing or contradicts another."""
+    """A field of a server's reply is missing or contradicts another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer to one prompt."""
+    """A server's reply to one prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -50,7 +50,7 @@ class Answer:
 
 
 def max_model_len(payload: Any, model: str) -> int | None:
-    """Read a model's limit of prompt and answer together from a server's list of models.
+    """Read a model's limit of prompt and response together from a server's list of models.
 
     Args:
         payload: the JSON of ``GET /v1/models``.
@@ -86,18 +86,18 @@ def parse_answer(
     vocab_size: int | None = None,
     version_key: str | None = None,
 ) -> Answer:
-    """Read the sampled tokens from a server's answer.
+    """Read the sampled tokens from a server's reply.
 
     Args:
         payload: the JSON that the server sent.
-        max_new_tokens: maximum length of the answer that the request allowed.
-        prompt: the tokens that were sent; compared with ``prompt_token_ids`` if the answer has them.
+        max_new_tokens: maximum length of the response that the request allowed.
+        prompt: the tokens that were sent; compared with ``prompt_token_ids`` if the reply has them.
         vocab_size: size of the model's vocabulary; ``None`` if unknown.
-        version_key: dotted path of the weight version, in the choice or at the root of the answer: one
+        version_key: dotted path of the weight version, in the choice or at the root of the reply: one
             number, or a list with one per token.
 
     Raises:
-        TryAgainError: if the server aborted the answer.
+        TryAgainError: if the server aborted the response.
         MalformedAnswerError: if a field is missing or inconsistent.
 
     Examples:
@@ -110,14 +110,14 @@ def parse_answer(
         >>> answer.token_ids, answer.log_probs, answer.finish_reason
         ([7, 2], [-0.5, -0.1], 'stop')
     """
-    _require(isinstance(payload, Mapping), "the answer", "a JSON object", payload)
+    _require(isinstance(payload, Mapping), "the reply", "a JSON object", payload)
     choices = payload.get("choices")
     is_one = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
     _require(is_one, "choices", "a list of one completion", choices)
     choice = choices[0]
     reason = choice.get("finish_reason")
     if reason in _UNFINISHED:
-        raise TryAgainError(f"the server gave its answer up: finish_reason {_shown(reason)}.")
+        raise TryAgainError(f"the server gave its reply up: finish_reason {_shown(reason)}.")
     _require(reason in ("stop", "length"), f"{_CHOICE}.finish_reason", '"stop" or "length"', reason)
     logprobs = choice.get("logprobs")
     _require(

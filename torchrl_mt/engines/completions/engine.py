@@ -75,42 +75,32 @@ class CompletionsError(HttpError):
 class CompletionsEngine(StaysInProcess):
     """Sample with one or several servers of a model that take and return token ids (vLLM, SGLang).
 
-    Token ids go in and come out: text is never encoded again. Sampling is from the model's own
-    distribution unless ``temperature``, ``extra_body`` or a request changes it. :doc:`/servers` has the
-    servers' options, how requests are shared among them, stop strings, log-probabilities, new weights
-    and their versions. :doc:`/images` has prompts with images.
-
-    Requires httpx and tenacity: ``pip install 'torchrl-mt[server]'``.
+    Token ids go in and come out: text is never encoded again. :doc:`/servers` has the servers' options,
+    how requests are shared among them, retries, stop strings, log-probabilities, new weights and their
+    versions; :doc:`/images` has prompts with images. Needs ``pip install 'torchrl-mt[server]'``.
 
     Args:
         base_url: the server's address, with or without ``/v1``, or a list of several servers'.
         model: the name under which the servers serve the model.
         tokenizer: the model's tokenizer, or its processor; it renders the messages.
         api_key: sent as a bearer token.
-        max_new_tokens: maximum length of an answer, unless a request sets another.
-        max_total_tokens: maximum length of prompt and answer together. ``None`` asks the server's
-            ``/v1/models`` when first needed; if that does not say, the server refuses what is too long.
-        timeout: seconds for one attempt, from connecting to the answer's last byte.
-        max_retries: retries after a connection error, a timeout, a status 408, 425, 429 or 5xx, or an
-            answer that the server aborted.
-        wait_ready: seconds that requests and updates wait for a server that starts or restarts. A
-            request waits in one attempt, and then fails.
-        backoff: seconds before the first retry, about; doubles for each further one. A ``Retry-After``
-            of up to ``timeout`` is obeyed.
+        max_new_tokens: maximum length of a response, unless a request sets another.
+        max_total_tokens: maximum length of prompt and response together; ``None`` asks the server.
+        timeout: seconds for one attempt, from connecting to the last byte of the reply.
+        max_retries: further attempts of a request that failed, if the fault may pass.
+        wait_ready: seconds that requests and updates wait for a server that starts or restarts.
+        backoff: seconds before the first retry, about; doubles for each further one.
         temperature: divides the logits.
-        logprobs_mode: the distribution of the server's log-probabilities: ``"processed_logprobs"`` is
-            the one sampled from, ``"raw_logprobs"`` the model's own. ``None`` probes the server if it
-            matters.
-        vocab_size: size of the vocabulary; prompts and answers with other tokens fail. ``None`` if
-            unknown.
+        logprobs_mode: the distribution of the server's log-probabilities, ``"processed_logprobs"`` or
+            ``"raw_logprobs"``; ``None`` probes the server if it matters.
+        vocab_size: size of the vocabulary, if known; prompts and responses with other tokens fail.
         max_connections: maximum number of connections per event loop, to all servers together.
         extra_body: further fields of every request, such as ``{"top_p": 0.9, "stop_token_ids": [7]}``.
-        version_key: dotted path of the weight version, in the choice or at the root of the answer.
+        version_key: dotted path of the weight version, in the choice or at the root of the reply.
         on_update: loads an update into the servers: :class:`~torchrl_mt.engines.VLLMWeights`,
             :class:`~torchrl_mt.engines.SGLangWeights`, or a plain or ``async`` function of its source.
         processor: the model's processor, for prompts with images, unless ``tokenizer`` is one.
-        image_api: the form of prompts with images: ``"vllm"`` or ``"sglang"``. ``None`` is ``api``; with
-            ``api="openai"``, images are then refused.
+        image_api: the form of prompts with images, ``"vllm"`` or ``"sglang"``; ``None`` is ``api``.
         api: the form of requests: ``"openai"``, ``"vllm"`` or ``"sglang"``.
 
     Raises:
@@ -120,9 +110,7 @@ class CompletionsEngine(StaysInProcess):
             other, or ``extra_body`` has a field that the engine sets.
 
     Examples:
-        >>> engine = CompletionsEngine(  # doctest: +SKIP
-        ...     "http://localhost:8000/v1", "Qwen/Qwen2.5-0.5B-Instruct", tokenizer
-        ... )
+        >>> engine = CompletionsEngine(url, "Qwen/Qwen3-0.6B", tokenizer)  # doctest: +SKIP
         >>> completion = await engine.generate([1, 5, 7])  # doctest: +SKIP
     """
 
@@ -236,7 +224,11 @@ class CompletionsEngine(StaysInProcess):
 
     @property
     def max_total_tokens(self) -> int | None:
-        """Maximum length of prompt and answer together, in tokens; ``None`` if unknown."""
+        """Maximum length of prompt and response together, in tokens; ``None`` if unknown.
+
+        If it was not given, the server's ``/v1/models`` is asked when it is first needed. If that does
+        not say, the server refuses what is too long.
+        """
         self._limit.request()
         return self._limit.tokens
 
@@ -248,13 +240,13 @@ class CompletionsEngine(StaysInProcess):
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Sample an answer to a prompt.
+        """Sample a response to a prompt.
 
         Args:
             prompt_ids: at least one token; one image token for each token of the images.
             images: all images of the prompt, in order, in any form that
                 :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
-            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+            max_new_tokens: maximum length of the response; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: further fields of this request, such as ``temperature``, ``seed`` or ``stop``.
 
@@ -267,7 +259,7 @@ class CompletionsEngine(StaysInProcess):
             TypeError: if ``prompt_ids`` are no integers, ``sampling`` has a value that JSON lacks,
                 ``stop`` is neither a string nor a list of strings, or ``images`` are given to an engine
                 without ``image_api``.
-            CompletionsError: if the server refuses, keeps failing, or sends a malformed answer.
+            CompletionsError: if the server refuses, keeps failing, or sends a malformed reply.
             RuntimeError: if the engine is closed.
         """
         total = await self._limit.wait()
@@ -354,7 +346,7 @@ class CompletionsEngine(StaysInProcess):
         """Let another process update the weights of the servers.
 
         Args:
-            versions: how this engine knows which weights sampled an answer.
+            versions: how this engine knows which weights sampled a response.
 
         Returns:
             By which that process tells what it did, and learns which servers must load weights.
@@ -396,7 +388,7 @@ class CompletionsEngine(StaysInProcess):
     def _request(
         self, body: Mapping[str, Any], prompt: list[int], parse: Callable[[Any], Answer]
     ) -> Request:
-        """Make a request for an answer to text."""
+        """Make a request for a response to text."""
         path = PATHS[self._api]
         if self._api == "vllm":
             return Request(path, to_vllm(body, prompt), lambda said: parse(from_vllm(said)))
@@ -406,14 +398,14 @@ class CompletionsEngine(StaysInProcess):
         return Request(path, {**body, "prompt": prompt}, parse)
 
     async def _sample(self, body: Mapping[str, Any], max_new_tokens: int) -> Answer:
-        """Sample an answer to text, for a probe."""
+        """Sample a response to text, for a probe."""
         prompt = list(body["prompt"])
         parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=max_new_tokens)
         answer, _, _ = await self._ask(self._request(body, prompt, parse), prompt)
         return answer
 
     async def _ask(self, request: Request, prompt: Sequence[int]) -> tuple[Answer, int, Server]:
-        """Send a request; return the answer, and version and server of the attempt that gave it."""
+        """Send a request; return the response, and version and server of the attempt that gave it."""
         attempts: list[tuple[Server, int]] = []
 
         def parse(payload: Any) -> Answer:
@@ -474,7 +466,7 @@ class CompletionsEngine(StaysInProcess):
                 raise
 
     def _stop_string(self, answer: Answer, strings: Sequence[str]) -> str | None:
-        """The stop string that ended an answer; ``None`` if a stop token or the limit did."""
+        """The stop string that ended a response; ``None`` if a stop token or the limit did."""
         if answer.finish_reason != "stop" or isinstance(answer.stopped_by, int):
             return None
         if isinstance(answer.stopped_by, str):
@@ -486,7 +478,7 @@ class CompletionsEngine(StaysInProcess):
 
 
 def _cut(answer: Answer, strings: Sequence[str], tokenizer: Any) -> Answer:
-    """Cut an answer after the first token at which its text contains a stop string."""
+    """Cut a response after the first token at which its text contains a stop string."""
     watched = watch(strings, tokenizer)
     assert watched is not None
     ends = (size for size, token in enumerate(answer.token_ids, 1) if watched.ended_by(token))

@@ -44,7 +44,7 @@ class Request(NamedTuple):
     """The endpoint."""
     body: dict[str, Any]
     parse: Callable[[Any], Any]
-    """Reads the JSON of the answer."""
+    """Reads the JSON of the reply."""
 
 
 class _Prepared(NamedTuple):
@@ -61,7 +61,7 @@ class ImageRequests:
     Args:
         api: the server's form.
         vision: prepares the images as the server does; makes the prompts' image tokens.
-        post: sends a request and returns what its ``parse`` makes of the answer's JSON.
+        post: sends a request and returns what its ``parse`` makes of the reply's JSON.
     """
 
     def __init__(self, api: ImageApi, vision: VisionProcessor, post: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ class ImageRequests:
             body: what would be sent for text: OpenAI's completions.
             prompt: the tokens.
             images: all of the prompt's images, in order.
-            parse: reads an answer of OpenAI's completions.
+            parse: reads a reply of OpenAI's completions.
 
         Raises:
             ValueError: if the prompt's image tokens are not those of the images.

@@ -28,11 +28,11 @@ _WARNINGS = {
 
 
 class LogProbsMode:
-    """Marks the sampling records of answers whose log-probabilities are of another distribution.
+    """Marks the sampling records of responses whose log-probabilities are of another distribution.
 
     Args:
         mode: ``"processed_logprobs"``, ``"raw_logprobs"``, or ``None`` to find out.
-        sample: samples an answer for a request and its maximum length.
+        sample: samples a response for a request and its maximum length.
 
     Raises:
         ValueError: if ``mode`` is none of these.

@@ -1,4 +1,4 @@
-"""The limit of prompt and answer together, as the first server that answers reports it."""
+"""The limit of prompt and response together, as the first server that answers reports it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The servers' own forms of requests: vLLM's ``/inference/v1/generate``, SGLang's ``/generate``.
 
-A request is that of OpenAI's completions in other words, and an answer is put back into theirs, so that
+A request is that of OpenAI's completions in other words, and a reply is put back into theirs, so that
 one parser checks all of them.
 """
 
@@ -95,7 +95,7 @@ def to_sglang(
 
 
 def from_vllm(payload: Any) -> Any:
-    """Convert an answer of vLLM's ``/inference/v1/generate``.
+    """Convert a reply of vLLM's ``/inference/v1/generate``.
 
     Raises:
         LookupError: if a field is missing.
@@ -120,13 +120,13 @@ def from_vllm(payload: Any) -> Any:
 def from_sglang(
     payload: Any, *, prompt: Sequence[int], spans: Sequence[tuple[int, int]] = ()
 ) -> Any:
-    """Convert an answer of SGLang's ``/generate``, and compare the prompt that it saw.
+    """Convert a reply of SGLang's ``/generate``, and compare the prompt that it saw.
 
     ``output_ids`` and ``output_token_logprobs`` hold the stop token, which SGLang trims from the text
     alone.
 
     Args:
-        payload: the answer.
+        payload: the reply.
         prompt: the tokens that were sent, with those of images.
         spans: first token and number of tokens of each image.
 

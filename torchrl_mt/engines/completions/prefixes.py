@@ -45,7 +45,7 @@ class PrefixPlaces(Generic[_P]):
         Args:
             tokens: the sequence.
             place: what to find again.
-            is_turn: whether it ends with an answer; one that did is not made one that did not.
+            is_turn: whether it ends with a response; one that did is not made one that did not.
         """
         size = len(tokens)
         (key,) = _hashes(tokens, [size])
@@ -66,7 +66,7 @@ class PrefixPlaces(Generic[_P]):
         """Find the place of the longest sequence that the prompt begins with.
 
         Returns:
-            The place, and whether the sequence ends with an answer; ``None`` if there is none.
+            The place, and whether the sequence ends with a response; ``None`` if there is none.
         """
         lengths = [length for length in self._lengths if length <= len(prompt)]
         for key in reversed(list(_hashes(prompt, lengths))):

@@ -1,4 +1,4 @@
-"""Which weights sampled an answer: what a server says, compared with what the engine set."""
+"""Which weights sampled a response: what a server says, compared with what the engine set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchrl_mt.http_client import TryAgainError
 __all__ = ["VersionSource", "name_of", "reported_versions"]
 
 VersionSource = Literal["begun", "reported", "named"]
-"""How an engine knows which weights sampled an answer: it had begun with them, the server's own form of
-answers reports them, or each version is a model with a name of its own."""
+"""How an engine knows which weights sampled a response: it had begun with them, the server's replies
+in its own form report them, or each version is a model with a name of its own."""
 
 
 def name_of(model: str, version: int) -> str:
@@ -28,14 +28,14 @@ def name_of(model: str, version: int) -> str:
 def reported_versions(
     info: Mapping[str, Any], size: int, *, begun: int, newest: int
 ) -> list[int] | None:
-    """Weight version of each token of an answer, as vLLM and SGLang report it.
+    """Weight version of each token of a response, as vLLM and SGLang report it.
 
     A server whose weights this engine never updated reports ``"default"``, which counts as 0. Releases
     that report one version for all tokens report the last one: the version at which the request began
     counts if that is older.
 
     Args:
-        info: the answer's choice (vLLM) or ``meta_info`` (SGLang). It has ``weight_versions``, the spans
+        info: the reply's choice (vLLM) or ``meta_info`` (SGLang). It has ``weight_versions``, the spans
             of tokens with one version, or ``weight_version`` in older releases of SGLang.
         size: number of tokens.
         begun: version when the request began.

@@ -27,7 +27,7 @@ _MOST_LOSSES = 3
 """How often in a row a server may lose its weights before its requests fail."""
 _GROUP_SLACK, _TURN_SLACK = 8, 16
 """Open requests beyond twice the least at which a prompt leaves the server that knows its prefix: of a
-prompt that was sent before, and of one that goes on from an answer."""
+prompt that was sent before, and of one that goes on from a response."""
 
 
 @dataclass(eq=False)
@@ -143,7 +143,7 @@ class Servers:
                 server.end()
 
     def remember(self, server: Server, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember that a server has a prompt and its answer."""
+        """Remember that a server has a prompt and its response."""
         if len(self.all) > 1:
             with self._lock:
                 self._places.add([*prompt, *answer], server, is_turn=True)

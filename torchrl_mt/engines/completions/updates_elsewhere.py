@@ -27,7 +27,7 @@ class ServerStates:
     is_updating: bool = False
     """Whether an update is under way: no request begins."""
     versions: VersionSource = "begun"
-    """How an engine knows which weights sampled an answer."""
+    """How an engine knows which weights sampled a response."""
 
 
 class UpdatesElsewhere:

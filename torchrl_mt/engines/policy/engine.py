@@ -52,12 +52,12 @@ class PolicyEngine(StaysInProcess):
 
     Args:
         policy: an ``LLMWrapperBase``, or any module or callable from TensorDict to TensorDict.
-        tokenizer: its end-of-sequence token stops an answer; the policy's tokenizer if ``None``.
+        tokenizer: its end-of-sequence token stops a response; the policy's tokenizer if ``None``.
         model: causal language model that checks the policy and loads new weights; ``policy.model`` if
             ``None``.
-        max_new_tokens: maximum length of an answer, unless a request sets another. ``None`` means the
+        max_new_tokens: maximum length of a response, unless a request sets another. ``None`` means the
             policy's ``generate_kwargs``, or 256. A policy's own limit also holds, except in a
-            ``TransformersWrapper``; longer answers are cut.
+            ``TransformersWrapper``; longer responses are cut.
         temperature: divides the logits; at 0, or with ``do_sample=False``, the likeliest token is
             chosen, with log-probability 0. ``None`` means the policy's ``generate_kwargs``, or 1. A
             ``TransformersWrapper`` is set to it; other policies must not state another value.
@@ -73,7 +73,7 @@ class PolicyEngine(StaysInProcess):
 
     Raises:
         TypeError: if ``policy`` is no policy.
-        ValueError: if the policy does not sample one answer per prompt from a distribution that its
+        ValueError: if the policy does not sample one response per prompt from a distribution that its
             model gives, no stop token is known, its ``temperature`` is another, or a number is out of
             range.
 
@@ -137,7 +137,7 @@ class PolicyEngine(StaysInProcess):
         view = None if model is None else view_of(model).eval()
         self._model = view
         self.max_total_tokens = max_positions(view)
-        """Positions of the model, for prompt and answer together; ``None`` if unknown."""
+        """Positions of the model, for prompt and response together; ``None`` if unknown."""
         self._vocab_size = vocab_size(view)
         self._params = sampling_of(arguments, self._vocab_size)
         # Other arguments of the policy that change the distribution, recorded in completions.
@@ -181,20 +181,20 @@ class PolicyEngine(StaysInProcess):
         max_new_tokens: int | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Sample an answer to a prompt.
+        """Sample a response to a prompt.
 
         Args:
             prompt_ids: at least one token.
             images: must be empty: policies sample from text alone.
-            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+            max_new_tokens: maximum length of the response; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             **sampling: with a ``TransformersWrapper``, ``temperature``, ``top_k``, ``top_p`` and
                 ``min_p`` instead of the policy's (at temperature 0 the likeliest token is chosen, with
                 log-probability 0).
                 Requests that differ in these are in different batches. ``stop``, a string or several,
-                ends the answer with the first token at which its decoded text, special tokens included,
-                contains one of them; ``Completion.stop_string`` says which. No other argument is
-                supported, and none with another policy.
+                ends the response with the first token at which its decoded text, special tokens
+                included, contains one of them; ``Completion.stop_string`` says which. No other argument
+                is supported, and none with another policy.
 
         Returns:
             The sampled tokens with their log-probabilities and the weight version, one for all tokens.
@@ -292,7 +292,7 @@ class _Request:
 
     prompt: list[int]
     limit: int
-    """Maximum length of the answer."""
+    """Maximum length of the response."""
     params: Sampling
     record: dict[str, Any]
     """``Completion.sampling``."""
@@ -328,7 +328,7 @@ class _Answerer:
         return longest + max(request.limit for request in requests) <= self._max_total_tokens
 
     def answer(self, requests: list[_Request]) -> list[Completion]:
-        """Sample an answer to every request."""
+        """Sample a response to every request."""
         prompts, params = [request.prompt for request in requests], requests[0].params
         stops = [watch(request.strings, self._tokenizer) for request in requests]
         sampled = self._sampler(prompts, [request.limit for request in requests], params, stops)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a policy's answers, consistent with a plain forward pass of its model.
+"""Log-probabilities of a policy's responses, consistent with a plain forward pass of its model.
 
 For policies known to report wrong numbers, a plain forward pass computes them. What other policies
 report is compared with such a pass at first use, and refused if it differs.
@@ -41,7 +41,7 @@ class LogProbError(RuntimeError):
 
 def reports_wrong(policy: Any, params: Sampling) -> bool:
     """Whether a policy is known to report log-probabilities of another distribution."""
-    # TorchRL's wrapper reports 0.0 for the first token of every answer.
+    # TorchRL's wrapper reports 0.0 for the first token of every response.
     if isinstance(policy, TransformersWrapper):
         return True
     # By default, both report log-probabilities before temperature and truncation.
@@ -49,7 +49,7 @@ def reports_wrong(policy: Any, params: Sampling) -> bool:
 
 
 class LogProbs:
-    """Checks or computes the log-probabilities of a policy's answers.
+    """Checks or computes the log-probabilities of a policy's responses.
 
     Args:
         policy: the policy that samples.
@@ -80,7 +80,7 @@ class LogProbs:
         self._tolerance = tolerance
 
     def compare_again(self) -> None:
-        """Compare the next answers with a forward pass again."""
+        """Compare the next responses with a forward pass again."""
         self._trusted = not self._check
 
     def __call__(
@@ -90,13 +90,13 @@ class LogProbs:
         reported: Sequence[list[float] | None],
         params: Sampling = _PLAIN,
     ) -> list[list[float]]:
-        """Get the log-probabilities of a batch's answers.
+        """Get the log-probabilities of a batch's responses.
 
         Args:
             prompts: at least one token each.
             answers: the sampled tokens.
-            reported: log-probabilities that the policy reports for each answer, or ``None``.
-            params: sampling parameters of all answers.
+            reported: log-probabilities that the policy reports for each response, or ``None``.
+            params: sampling parameters of all responses.
 
         Raises:
             LogProbError: if reported numbers are wrong, or there is no model to compare or compute with.
@@ -111,7 +111,7 @@ class LogProbs:
             raise LogProbError(
                 f"the policy reports {_shown(given[0]) if given else 'no log-probabilities'}, and there "
                 "is no model to check them with (policy.model is no nn.Module): pass model=, a model "
-                "with the same weights, or check=False if nothing is trained on the answers."
+                "with the same weights, or check=False if nothing is trained on the responses."
             )
         plain = plain_log_probs(
             self._model, prompts, answers, params=params, max_tokens=self._max_tokens
@@ -138,13 +138,13 @@ def plain_log_probs(
     params: Sampling = _PLAIN,
     max_tokens: int,
 ) -> list[list[float]]:
-    """Score answers with plain forward passes, without gradients.
+    """Score responses with plain forward passes, without gradients.
 
     Args:
         model: causal language model in evaluation mode.
         prompts: at least one token each.
         answers: the sampled tokens.
-        params: sampling parameters of all answers, with a temperature above 0.
+        params: sampling parameters of all responses, with a temperature above 0.
         max_tokens: maximum number of tokens in a forward pass, including padding.
 
     Returns:
@@ -225,7 +225,7 @@ def agrees(reported: Tensor, plain: Tensor, tolerance: float) -> bool:
 
 
 def _describe(reported: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> str:
-    """Both kinds of numbers for the answer that differs most, for an error."""
+    """Both kinds of numbers for the response that differs most, for an error."""
     worst = max(
         range(len(reported)),
         key=lambda i: max(

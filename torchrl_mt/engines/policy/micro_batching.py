@@ -18,7 +18,7 @@ _A = TypeVar("_A")
 
 @dataclass(eq=False, slots=True)
 class _Ticket(Generic[_Q, _A]):
-    """A queued request and the future of its answer."""
+    """A queued request and the future of its response."""
 
     request: _Q
     answer: asyncio.Future[_A]
@@ -33,7 +33,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
     it. If answering a batch raises, only the requests of that batch fail.
 
     Args:
-        answer: called in the thread with the requests of a batch; returns their answers in order.
+        answer: called in the thread with the requests of a batch; returns their responses in order.
         fits: whether requests may share a batch; called with at least two.
         max_batch_size: maximum number of requests in a batch.
         max_wait: seconds that the oldest request waits at most for a batch to fill up.
@@ -57,7 +57,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         self._waiting: dict[_Ticket[_Q, _A], None] = {}
 
     async def ask(self, request: _Q) -> _A:
-        """Queue a request and wait for its answer; cancelling removes it from the queue.
+        """Queue a request and wait for its response; cancelling removes it from the queue.
 
         Raises:
             RuntimeError: if the batch failed (the cause is its error) or the batcher is closed.

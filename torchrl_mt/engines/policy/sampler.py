@@ -1,4 +1,4 @@
-"""Batched sampling with TorchRL policies: prompts in, answers out exactly as sampled.
+"""Batched sampling with TorchRL policies: prompts in, responses out exactly as sampled.
 
 This module adds and removes padding. No sampled token is lost to it, even if the padding token itself
 was sampled. A policy that changes its prompt raises an error.
@@ -29,7 +29,7 @@ __all__ = ["Drawn", "PolicySampler", "generate_kwargs_of", "require_own_distribu
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One answer, as sampled."""
+    """One response, as sampled."""
 
     token_ids: list[int]
     """Tokens up to the limit, or up to and including the first stop token, or the token that completes
@@ -41,22 +41,22 @@ class Drawn:
 
 
 class PolicySampler:
-    """Samples a batch of answers with a TorchRL policy.
+    """Samples a batch of responses with a TorchRL policy.
 
     A ``TransformersWrapper`` is rebuilt around ``model`` for tokens in and out and padded output: its
     unpadded output drops every sampled token that equals the padding token. Other policies are used as
-    they are, in evaluation mode, and their answers are cut to the limit.
+    they are, in evaluation mode, and their responses are cut to the limit.
 
     Args:
         policy: the policy that samples.
         model: model of a ``TransformersWrapper``; not used for other policies.
         tokenizer: gives the padding token.
-        stop_ids: tokens that end an answer.
+        stop_ids: tokens that end a response.
         closing: once set, a ``TransformersWrapper`` stops sampling early.
 
     Raises:
         TypeError: if ``policy`` is no policy.
-        ValueError: if ``policy`` does not generate one answer per prompt, from tokens.
+        ValueError: if ``policy`` does not generate one response per prompt, from tokens.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class PolicySampler:
         params: Sampling = Sampling(),  # noqa: B008 - it is frozen
         stops: Sequence[StopStrings | None] = (),
     ) -> list[Drawn]:
-        """Sample an answer to every prompt.
+        """Sample a response to every prompt.
 
         Args:
             prompts: at least one token each.
-            limits: maximum length of each answer.
+            limits: maximum length of each response.
             params: sampling parameters, used if the policy takes arguments.
-            stops: for each answer its stop strings or ``None``, used if the policy takes arguments; may
-                be empty.
+            stops: for each response its stop strings or ``None``, used if the policy takes arguments;
+                may be empty.
 
         Raises:
-            RuntimeError: if the policy does not return one answer to each of the prompts.
+            RuntimeError: if the policy does not return one response to each of the prompts.
         """
         if self.takes_arguments:
             # The rebuilt policy is private, so its arguments may be changed.
@@ -147,7 +147,7 @@ class PolicySampler:
     def _read(
         self, row: TensorDictBase, prompt: Sequence[int], limit: int, stops: StopStrings | None
     ) -> Drawn:
-        """Read one answer, without padding or tokens after its end."""
+        """Read one response, without padding or tokens after its end."""
         response = _numbers(row, (self._tokens, "response"))
         if response is None:
             raise RuntimeError(
@@ -172,7 +172,7 @@ class PolicySampler:
             end, string = stops.num_tokens, stops.found
         size = min(limit, len(response) if end is None else end)
         if size == 0:
-            raise RuntimeError("the policy returned an answer without a token.")
+            raise RuntimeError("the policy returned a response without a token.")
         return Drawn(response[:size], None if reported is None else reported[:size], string)
 
 
@@ -210,12 +210,12 @@ def require_own_distribution(arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             f"policy must sample from its model's own distribution, got generate_kwargs {altering}: "
             "log-probabilities would not be those of what was sampled. Leave these out, or pass "
-            "check=False if nothing is trained on the answers."
+            "check=False if nothing is trained on the responses."
         )
 
 
 def _require_policy(policy: Any) -> None:
-    """Refuse anything but a policy that generates one answer per prompt."""
+    """Refuse anything but a policy that generates one response per prompt."""
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(
             "policy must be a TorchRL LLM policy (an LLMWrapperBase, or a module from TensorDict to "
@@ -233,7 +233,7 @@ def _require_policy(policy: Any) -> None:
     samples = max(samples, getattr(policy, "num_samples", None) or 1)
     if samples > 1:
         raise ValueError(
-            f"policy must give one answer per prompt, got num_samples={samples}: ask for a group of "
+            f"policy must give one response per prompt, got num_samples={samples}: ask for a group of "
             "episodes instead (group_size of the collector)."
         )
 

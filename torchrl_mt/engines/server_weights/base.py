@@ -80,7 +80,7 @@ class ServerWeights(ABC):
     """
 
     versions: VersionSource = "reported"
-    """How an engine knows which weights sampled an answer."""
+    """How an engine knows which weights sampled a response."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ServerWeights(ABC):
             verify=any(url.startswith("https:") for url in self.urls),
         )
         self._groups: dict[str, tuple[Group, dict[str, Any]]] = {}
-        """Process group with each server's workers, and where they met."""
+        """Process group with each server's processes, and where they met."""
         self._lock = threading.Lock()
         self._loading: dict[str, Future[str | None]] = {}
         """Servers of an update that has not returned: one that runs or was interrupted."""
@@ -306,7 +306,7 @@ class ServerWeights(ABC):
         try:
             self._pause_server(url, mode)
             yield
-        except BaseException:  # the answer may be lost, and the server paused
+        except BaseException:  # the reply may be lost, and the server paused
             with suppress(ServerError, self._httpx.HTTPError):
                 self._resume_server(url)
             raise
@@ -320,7 +320,7 @@ class ServerWeights(ABC):
         return self._pause
 
     def _group(self, url: str) -> tuple[Group, dict[str, Any]]:
-        """The process group with a server's workers, and where they met."""
+        """The process group with a server's processes, and where they met."""
         if url not in self._groups:
             place = {
                 "master_address": self._master_address,
@@ -339,7 +339,7 @@ class ServerWeights(ABC):
         return asked
 
     def _post(self, url: str, path: str, body: Any = None, **params: Any) -> Any:
-        """Post to a server; returns the JSON of its answer, or ``None``."""
+        """Post to a server; returns the JSON of its reply, or ``None``."""
         return self._request("POST", url, path, json=body, params=params)
 
     def _get(self, url: str, path: str) -> Any:
@@ -368,7 +368,7 @@ class ServerWeights(ABC):
 
     @abstractmethod
     def _ask_to_join(self, url: str, place: dict[str, Any]) -> None:
-        """Have a server's workers join a process group."""
+        """Have a server's processes join a process group."""
 
     @abstractmethod
     def _model_path(self, url: str) -> str:

@@ -1,4 +1,4 @@
-"""Process groups of a trainer, as rank 0, and the workers of one server."""
+"""Process groups of a trainer, as rank 0, and the processes of one server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def free_port(address: str) -> int:
 def open_torch_group(
     master_address: str, master_port: int, world_size: int, backend: str, group_name: str
 ) -> Group:
-    """Open a group with SGLang's workers, beside the default process group."""
+    """Open a group with SGLang's processes, beside the default process group."""
     group = join_process_group(
         f"tcp://{master_address}:{master_port}",
         rank=0,
@@ -88,7 +88,7 @@ def open_torch_group(
 
 
 def open_vllm_group(master_address: str, master_port: int, world_size: int) -> Group:
-    """Open a group with vLLM's workers, by vLLM's own communicator."""
+    """Open a group with vLLM's processes, by vLLM's own communicator."""
     utils = import_extra("vllm.distributed.utils", "vllm")
     pynccl = import_extra("vllm.distributed.device_communicators.pynccl", "vllm")
     store = utils.StatelessProcessGroup.create(

@@ -23,11 +23,11 @@ class SGLangWeights(ServerWeights):
     """Load new weights into SGLang servers, for ``CompletionsEngine(on_update=...)``.
 
     A server is paused (``/pause_generation``), loads the weights and goes on
-    (``/continue_generation``). It also gets the version (``weight_version``), which its answers report.
+    (``/continue_generation``). It also gets the version (``weight_version``), which its replies report.
 
     - ``"disk"``: weights are saved as safetensors, and the server loads the folder
       (``/update_weights_from_disk``). The folder of the update before is deleted.
-    - ``"nccl"``: weights are broadcast to the server's workers (``/update_weights_from_distributed``)
+    - ``"nccl"``: weights are broadcast to the server's processes (``/update_weights_from_distributed``)
       from a GPU of this process. ``"gloo"`` is for tests without GPUs.
 
     Args:

@@ -26,10 +26,10 @@ class VLLMWeights(ServerWeights):
     A server is paused (``/pause``), loads the weights and is resumed (``/resume``). It must run with
     ``VLLM_SERVER_DEV_MODE=1``.
 
-    - ``"disk"``: weights are saved as safetensors, and workers load the folder
+    - ``"disk"``: weights are saved as safetensors, and the server's processes load the folder
       (``/collective_rpc`` of ``reload_weights``). The folder of the update before is deleted.
-    - ``"nccl"``: weights are broadcast to the workers. This process needs vLLM and a GPU of its own, and
-      servers ``--weight-transfer-config '{"backend": "nccl"}'``.
+    - ``"nccl"``: weights are broadcast to the servers' processes. This process needs vLLM and a GPU of
+      its own, and servers ``--weight-transfer-config '{"backend": "nccl"}'``.
 
     Args:
         urls: address of the server, or a list of several servers'.

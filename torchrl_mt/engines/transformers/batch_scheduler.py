@@ -26,7 +26,7 @@ _PASS_COST = 128
 _PROMPT_INTERVAL = 4
 """Sampling steps between two admissions, so that prompts are computed together."""
 _ANSWER_ROOM = 16
-"""Tokens reserved for an answer. Prompts wait for another that shares this many uncached tokens."""
+"""Tokens reserved for a response. Prompts wait for another that shares this many uncached tokens."""
 _SEEN_FACTOR = 8
 """Size of the record of computed tokens, in multiples of the cache's size."""
 

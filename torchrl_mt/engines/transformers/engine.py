@@ -54,8 +54,8 @@ class TransformersEngine(StaysInProcess):
     Args:
         model: a causal language model, or a PEFT model of one. Of its generation config, only the stop
             tokens are used.
-        tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops an answer. If
-            ``None``, the processor's.
+        tokenizer: the model's tokenizer, or its processor; the end-of-sequence token stops a response.
+            If ``None``, the processor's.
         processor: the model's processor, for prompts with images, unless ``tokenizer`` is one.
         temperature: divides the logits, also for log-probabilities: give the same value to
             ``ExperienceMaker`` and ``MultiTurnLoss``. At 0 the likeliest token, with log-probability 0.
@@ -64,10 +64,10 @@ class TransformersEngine(StaysInProcess):
             ``None`` keeps all.
         min_p: draw from the tokens only whose probability is at least this share of the likeliest one's;
             0 or ``None`` keeps all.
-        seed: the same requests in the same order get the same answers, up to rounding, which depends on
+        seed: the same requests in the same order get the same response, up to rounding, which depends on
             the rest of the batch. ``None`` draws one from torch's global generator, once; sampling does
             not use that generator.
-        max_new_tokens: maximum length of an answer, unless a request sets another.
+        max_new_tokens: maximum length of a response, unless a request sets another.
         max_batch_tokens: maximum number of tokens in a forward pass. The default suits a small model on
             a CPU.
         cache_tokens: maximum number of tokens in the cache, kept prefixes included; as many image tokens
@@ -138,7 +138,7 @@ class TransformersEngine(StaysInProcess):
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
         self.max_new_tokens = max_new_tokens
         self.max_total_tokens: int = min(cache_tokens, max_exact_length(model) or cache_tokens)
-        """Maximum length of prompt and answer together: the lesser of the cache's size and the model's
+        """Maximum length of prompt and response together: the lesser of the cache's size and the model's
         positions. With dynamic or long RoPE, only the positions before the frequencies change count."""
         self._vocab_size = cast(int, vocab_size(model))
         self._stop_ids = stop_ids(tokenizer, model)
@@ -185,7 +185,7 @@ class TransformersEngine(StaysInProcess):
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, unless a request sets others."""
+        """Tokens that end a response, unless a request sets others."""
         return self._stop_ids
 
     async def generate(
@@ -203,24 +203,24 @@ class TransformersEngine(StaysInProcess):
         seed: int | None = None,
         **sampling: Any,
     ) -> Completion:
-        """Sample an answer to a prompt.
+        """Sample a response to a prompt.
 
         Args:
             prompt_ids: at least one token; one image token for each token of the images.
             images: all images of the prompt, in order, in any form that
                 :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
-            max_new_tokens: maximum length of the answer; if ``None``, the engine's limit or the room
+            max_new_tokens: maximum length of the response; if ``None``, the engine's limit or the room
                 that the prompt leaves, whichever is less.
             temperature: replaces the engine's; 0 chooses the likeliest token, with log-probability 0.
             top_k: replaces the engine's; 0 is off.
             top_p: replaces the engine's; 1 is off.
             min_p: replaces the engine's; 0 is off.
-            stop_token_ids: tokens that end this answer, instead of :attr:`stop_token_ids`; if empty,
+            stop_token_ids: tokens that end this response, instead of :attr:`stop_token_ids`; if empty,
                 only its length or ``stop`` does.
-            stop: a string or several; the answer ends with the first token at which its decoded text,
+            stop: a string or several; the response ends with the first token at which its decoded text,
                 special tokens included, contains one of them. ``Completion.stop_string`` says which.
-            seed: the same prompt, arguments and seed give the same answer, up to rounding. If ``None``,
-                the next from the engine's seed.
+            seed: the same prompt, arguments and seed give the same response, up to rounding. If
+                ``None``, the next from the engine's seed.
             **sampling: no other argument is supported.
 
         Returns:

@@ -24,7 +24,7 @@ class OpenEnvError(RuntimeError):
         url: address of the server.
         call: the call that failed, such as ``"step"``.
         reason: why it failed.
-        code: the code in the server's answer, such as ``"VALIDATION_ERROR"``; empty if there is none.
+        code: the code in the server's reply, such as ``"VALIDATION_ERROR"``; empty if there is none.
 
     Examples:
         >>> print(OpenEnvError("ws://localhost:8000/ws", "step", "the environment raised ValueError"))
@@ -51,7 +51,7 @@ class OpenEnvTimeoutError(OpenEnvError):
 
 
 class OpenEnvProtocolError(OpenEnvError):
-    """The server's answer is not what the protocol asks for."""
+    """The server's reply is not what the protocol asks for."""
 
 
 class CapacityReached(OpenEnvError):

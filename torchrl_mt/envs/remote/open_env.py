@@ -30,28 +30,20 @@ class OpenEnvEnv(TextEnv):
 
     Each episode is a session: a WebSocket that :meth:`reset` opens, and that is closed when the episode
     is over, is abandoned or fails. A session that was lost is never replaced: the episode is rejected.
-    If all sessions of the server are in use, the episode waits.
+    Its cause in the collector's ``stats()`` is :class:`~torchrl_mt.envs.OpenEnvError` or a subclass.
 
-    The item of the data is the data of the reset: a mapping as it is, another value as ``{"data":
-    value}``. A served ``TextEnv`` gets the item itself. What the server sends as ``metadata`` is the
-    step's ``info``.
-
-    Errors are :class:`~torchrl_mt.envs.OpenEnvError` and its subclasses, each a cause of rejections in
-    the collector's ``stats()``.
-
-    Needs ``pip install 'torchrl-mt[remote]'``.
+    Needs ``pip install 'torchrl-mt[remote]'``. :doc:`/remote_envs` has examples.
 
     Args:
-        base_url: address of the server, such as ``"http://localhost:8000"``; several, of which an
-            episode takes the one where this process has the fewest sessions; or a client of the
-            ``openenv`` package, whose typed actions and observations ``to_action`` and ``to_messages``
-            then have. Only its address, its headers and its conversions are used.
+        base_url: address of the server, such as ``"http://localhost:8000"``; a list of several, of which
+            an episode takes the one where this process has the fewest sessions; or a client of the
+            ``openenv`` package, for its typed actions and observations.
         to_messages: makes the messages of an observation. By default, these are its ``"messages"``, or
             else one message of the user: an observation of a single text is that text, any other JSON.
         to_action: makes the action of a response. If it takes a second argument, this is the message
             with its ``tool_calls``. ``{"response": response}`` by default.
         headers: sent when a session is opened, such as ``{"Authorization": "Bearer ..."}``.
-        timeout: seconds for opening the connection, and for each answer.
+        timeout: seconds for opening the connection, and for each reply.
 
     Raises:
         ValueError: if an address is none, or ``timeout`` is not positive.
@@ -121,7 +113,11 @@ class OpenEnvEnv(TextEnv):
         return copied
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
-        """Open a session and begin its episode.
+        """Open a session and begin its episode. If all sessions are in use, wait for one.
+
+        Args:
+            data: the item. A mapping is the data of the reset as it is, another value is sent as
+                ``{"data": value}``. A served ``TextEnv`` gets the item itself.
 
         Raises:
             OpenEnvError: if no session can be opened, or the server refuses.
@@ -142,8 +138,10 @@ class OpenEnvEnv(TextEnv):
     async def step(self, response: str, message: Message | None = None) -> TextStep:
         """Send the action of a response.
 
+        What the server sends as ``metadata`` is the step's ``info``.
+
         Raises:
-            OpenEnvError: if the server refuses, the session was lost, or no answer came in time. The
+            OpenEnvError: if the server refuses, the session was lost, or no reply came in time. The
                 session has ended then.
         """
         session = self._session
@@ -215,7 +213,7 @@ class OpenEnvEnv(TextEnv):
         return action
 
     def _step(self, answer: Mapping[str, Any]) -> TextStep:
-        """The step of an answer."""
+        """The step of a reply."""
         observation = answer.get("observation")
         reward, done, info = self._outcome(answer)
         flags = (answer, info, observation if isinstance(observation, Mapping) else {})
@@ -233,7 +231,7 @@ class OpenEnvEnv(TextEnv):
         )
 
     def _outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool, Mapping[str, Any]]:
-        """Reward, end of the episode and metadata of an answer."""
+        """Reward, end of the episode and metadata of a reply."""
         reward, done, info = answer.get("reward"), answer.get("done", False), answer.get("metadata")
         if self._client is not None:
             result = self._result("step", answer)
@@ -256,7 +254,7 @@ class OpenEnvEnv(TextEnv):
         return number, done, info or {}
 
     def _messages(self, call: str, answer: Mapping[str, Any]) -> list[Message]:
-        """The messages of an answer."""
+        """The messages of a reply."""
         observation = answer.get("observation")
         if not isinstance(observation, Mapping):
             raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
@@ -281,17 +279,17 @@ class OpenEnvEnv(TextEnv):
         raise self._wrong(call, f"messages must be a list of JSON objects, got {shown(messages)}")
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
-        """The ``StepResult`` that the client of the openenv package makes of an answer."""
+        """The ``StepResult`` that the client of the openenv package makes of a reply."""
         try:
             return self._client._parse_result(dict(answer))
         except Exception as error:
             name = type(self._client).__name__
             raise self._wrong(
-                call, f"{name} cannot read the answer: {type(error).__name__}: {error}"
+                call, f"{name} cannot read the reply: {type(error).__name__}: {error}"
             ) from error
 
     def _wrong(self, call: str, reason: str) -> OpenEnvProtocolError:
-        """The error for an answer that is not what it must be."""
+        """The error for a reply that is not what it must be."""
         return OpenEnvProtocolError(
             self._urls[0] if self._session is None else self._session.url, call, reason
         )

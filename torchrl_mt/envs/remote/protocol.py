@@ -35,7 +35,7 @@ __all__ = [
 MAX_REQUEST_BYTES = 16 * 2**20
 """Largest message that a server reads."""
 MAX_ANSWER_BYTES = 100 * 2**20
-"""Largest message that a client reads: answers may hold screenshots."""
+"""Largest message that a client reads: replies may hold screenshots."""
 FORM_HEADER = "X-TorchRL-MT"
 """Header of the handshake by which our server tells that steps may carry a ``step_id``. Other servers
 refuse keys that they do not know."""

@@ -81,7 +81,7 @@ class ServedSession:
         self._used_ids: set[str | int] = set()
         """Ids of the steps of this episode."""
         self._last: tuple[str | int, str] | None = None
-        """Id of the last step that had one, and its answer."""
+        """Id of the last step that had one, and its reply."""
 
     async def run(self) -> None:
         """Answer requests until the client leaves or is idle for too long; close the environment."""
@@ -154,7 +154,7 @@ class ServedSession:
         return task.result()
 
     async def _answer(self, raw: str | bytes) -> str | None:
-        """The answer to a message; ``None`` if the client says goodbye."""
+        """The reply to a message; ``None`` if the client says goodbye."""
         try:
             kind, message = _checked(raw)
             if kind == "close":
@@ -219,7 +219,7 @@ class ServedSession:
             )
 
     async def _executed(self, response: str, said: Mapping[str, Any] | None) -> str:
-        """The answer to a step, by the environment."""
+        """The reply to a step, by the environment."""
         env = self._env
         assert env is not None
         args: tuple[Any, ...] = (response,)

@@ -1,4 +1,4 @@
-"""A client's session: one WebSocket, on which every answer belongs to the last question.
+"""A client's session: one WebSocket, on which every reply belongs to the last question.
 
 A call that is cancelled or late, or a connection that breaks, closes the session for good, so that its
 answer is never taken for the next one.
@@ -75,7 +75,7 @@ class Session:
     Args:
         server: the server, on which a request has begun; it ends with the session.
         connection: the open WebSocket.
-        timeout: seconds for each answer.
+        timeout: seconds for each reply.
     """
 
     def __init__(self, server: ServerLoad, connection: Any, timeout: float) -> None:
@@ -96,8 +96,8 @@ class Session:
             CapacityReached: if the server has no room for the session.
             OpenEnvError: if the server answers with an error. The session goes on.
             OpenEnvConnectionError: if the session was lost, now or before.
-            OpenEnvTimeoutError: if no answer came in time; the session has ended.
-            OpenEnvProtocolError: if the answer is not understood; the session has ended. Or if the
+            OpenEnvTimeoutError: if no reply came in time; the session has ended.
+            OpenEnvProtocolError: if the reply is not understood; the session has ended. Or if the
                 message is too large; nothing was sent.
             TypeError, ValueError: if the message is not fit for JSON; nothing was sent.
         """
@@ -129,7 +129,7 @@ class Session:
             if late:
                 self.drop(f"{call} was not answered within {self._timeout:g} seconds")
                 raise OpenEnvTimeoutError(
-                    self.url, call, f"no answer within {self._timeout:g} seconds"
+                    self.url, call, f"no reply within {self._timeout:g} seconds"
                 ) from error
             self.drop("the connection was lost")
             raise self._closed_error(call, error) from error
@@ -146,7 +146,7 @@ class Session:
                 )
             return data
         except OpenEnvProtocolError:
-            self.drop(f"the answer to {call} was not understood")
+            self.drop(f"the reply to {call} was not understood")
             raise
 
     async def close(self) -> None:
@@ -197,7 +197,7 @@ class Session:
             answer = read_json(raw)
         except ValueError as error:
             raise OpenEnvProtocolError(
-                self.url, call, f"the answer is no JSON ({error}): {raw[:80]!r}"
+                self.url, call, f"the reply is no JSON ({error}): {raw[:80]!r}"
             ) from None
         kind = answer.get("type") if isinstance(answer, dict) else None
         data = answer.get("data") if isinstance(answer, dict) else None
@@ -205,7 +205,7 @@ class Session:
             raise OpenEnvProtocolError(
                 self.url,
                 call,
-                "the answer must be a JSON object with type 'observation' or 'error' and data, got "
+                "the reply must be a JSON object with type 'observation' or 'error' and data, got "
                 f"{shown(answer)}",
             )
         if kind == "error":
@@ -222,14 +222,14 @@ class Session:
         return OpenEnvError(self.url, call, f"the server says {code}: {message[:1000]}", code)
 
     def _closed_error(self, call: str, error: Any) -> OpenEnvError:
-        """The error for a connection that was closed while an answer was awaited."""
+        """The error for a connection that was closed while a reply was awaited."""
         received, sent = error.rcvd, error.sent
         if received is not None and received.code == CAPACITY_CLOSE_CODE:
             return CapacityReached(self.url, call, received.reason or "try again later")
         malformed = {
-            1002: "the answer breaks the rules of WebSockets",
-            1007: "the answer is no UTF-8",
-            1009: f"the answer is larger than {MAX_ANSWER_BYTES} bytes",
+            1002: "the reply breaks the rules of WebSockets",
+            1007: "the reply is no UTF-8",
+            1009: f"the reply is larger than {MAX_ANSWER_BYTES} bytes",
         }
         if sent is not None and sent.code in malformed and not error.rcvd_then_sent:
             return OpenEnvProtocolError(self.url, call, malformed[sent.code])
@@ -256,7 +256,7 @@ async def open_session(
     Servers whose sessions are all in use are asked again until one has room, by one caller at a time.
 
     Returns:
-        The session, and the answer.
+        The session, and the reply.
 
     Raises:
         OpenEnvConnectionError: if no server can be reached.

@@ -39,9 +39,9 @@ _PROBE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 """How often to see whether a worker that turns clients away serves, and pause after a failed request."""
 _SHORT_LIFE = 1.0
-"""A worker that ends within these seconds from its first answer counts as one that died at once."""
+"""A worker that ends within these seconds from its first reply counts as one that died at once."""
 _MOST_STARTS = 5
-"""A worker is given up after this many starts in a row without an answer."""
+"""A worker is given up after this many starts in a row without a reply."""
 _MOST_SHORT_LIVES = 30
 """A worker is given up after it died at once this often in a row."""
 _LONGEST_PAUSE = 1.0
@@ -139,7 +139,7 @@ class Worker:
         """Run a process.
 
         Returns:
-            Why it ended, and the seconds since its first answer, ``None`` without an answer. ``None`` if
+            Why it ended, and the seconds since its first reply, ``None`` without a reply. ``None`` if
             the worker was stopped.
         """
         args = (self._make_env, self._socket, self._options)
@@ -252,7 +252,7 @@ class _Served:
         self._server = EnvServer(pickle.loads(make_env), listening, options)
 
     def health(self) -> None:
-        """Ask for ``/health`` until there is an answer."""
+        """Ask for ``/health`` until there is a reply."""
         assert self._server is not None
         address = urlsplit(self._server.url).netloc
         while True:

@@ -36,7 +36,7 @@ def aggregation_total(
     Returns:
         Scalar int64: sampled tokens, or rows with a sampled token. For ``"prompt_mean"`` a table
         ``[K, 2]`` int64 of (group id, sampled tokens), one line per group with a sampled token, in
-        order of id. :func:`merge_totals` adds up the totals of several workers.
+        order of id. :func:`merge_totals` adds up the totals of several ranks.
 
     Examples:
         >>> mask = torch.tensor([[True, True], [False, False]])
@@ -55,7 +55,7 @@ def aggregation_total(
 
 
 def merge_totals(*totals: Tensor) -> Tensor:
-    """Add up the totals of workers that have different rows of a batch.
+    """Add up the totals of ranks that have different rows of a batch.
 
     Args:
         *totals: Results of :func:`aggregation_total`, all of one kind.

@@ -75,7 +75,7 @@ class RewardNormalizer(ExactBuffers):
 
     ``r / (std + eps)``, or ``(r - mean) / (std + eps)`` if centered; the unbiased std of all rewards
     seen, by the merge of Chan, Golub and LeVeque (1979). The state is in buffers, which ``state_dict``
-    saves. Workers may count their own rewards and merge the others' ``moments``. As ``reward_transform``
+    saves. Ranks may count their own rewards and merge the others' ``moments``. As ``reward_transform``
     of :class:`~torchrl_mt.objectives.ExperienceMaker` it counts each batch once.
 
     Args:

@@ -48,10 +48,10 @@ class RewardMix(nn.Module):
     Sources place rewards as follows:
 
     - ``"episode"``: as ``("rewards", "full")`` of the rows does;
-    - a source that answers ``[n, S]``: on the tokens of its answer. A reward on a token that was not
+    - a source that returns ``[n, S]``: on the tokens themselves. A reward on a token that was not
       sampled moves to the last sampled token before it in the row; in a row without sampled tokens, to
       the last one before it in the episode;
-    - a source that answers ``[n]``: on the last sampled token of the *episode*. Only the score of the
+    - a source that returns ``[n]``: on the last sampled token of the *episode*. Only the score of the
       row that holds this token is read. Reward models and remote servers are asked only about it.
 
     Each source is called once, with copies of the rows whose labels give it a weight.
@@ -160,7 +160,7 @@ class RewardMix(nn.Module):
         Raises:
             KeyError: If labels or the episodes' own rewards are missing.
             ValueError: If a label has no recipe or differs within an episode, an episode's own reward
-                or a sum is not finite, or a source's answer is invalid.
+                or a sum is not finite, or a source's result is invalid.
         """
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
@@ -345,12 +345,12 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
 def _place(
     name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex, rows: TensorDictBase
 ) -> Tensor:
-    """Spread a source's answer about some rows over the tokens of all rows."""
+    """Spread a source's result about some rows over the tokens of all rows."""
     out = torch.zeros(episodes.mask.shape, device=answer.device)
     if answer.ndim == 2:
         if answer.shape[1] != out.shape[1]:
             raise ValueError(
-                f"reward source {name!r} must answer with one number for each of the {len(answer)} "
+                f"reward source {name!r} must return one number for each of the {len(answer)} "
                 f"rows, [{len(answer)}], or one for each of their tokens, "
                 f"{[len(answer), out.shape[1]]}, got shape {tuple(answer.shape)}."
             )

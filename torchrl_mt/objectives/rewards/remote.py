@@ -1,6 +1,6 @@
 """Rewards from an HTTP server: the server's finite number for every row, or an error.
 
-There is no default reward. The error names the address, the number of attempts and the last answer.
+There is no default reward. The error names the address, the number of attempts and the last reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_mt.vision.rows import RAW
 
 REFERENCE = "reference"
 _QUOTED = 200
-"""Characters of an answer that an error quotes."""
+"""Characters of a reply that an error quotes."""
 
 
 class RewardError(HttpError):
@@ -190,14 +190,14 @@ class RemoteReward:
 
 
 def _rewards(answer: Any, count: int) -> list[float]:
-    """Read and check the rewards in an answer."""
+    """Read and check the rewards in a reply."""
 
     def fail(what: str) -> ValueError:
         return ValueError(f"{what}; it sent {str(answer)[:_QUOTED]}")
 
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
-        raise fail("the answer must be {'rewards': [...]}")
+        raise fail("the reply must be {'rewards': [...]}")
     if len(rewards) != count:
         raise fail(f"{count} queries were sent and {len(rewards)} rewards came back")
     for i, reward in enumerate(rewards):

@@ -1,4 +1,4 @@
-"""Calls of reward sources: awaitables are awaited together, and invalid answers are errors.
+"""Calls of reward sources: awaitables are awaited together, and invalid results are errors.
 
 A source is a callable from ``n`` rows to ``[n]`` (the score of each row's episode) or ``[n, S]`` (a
 reward per token), or to an awaitable of either.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_mt.checks import as_tensor
 
 Scores = Tensor | Sequence[float]
-"""Answer of a source."""
+"""Result of a source."""
 
 RewardSource = Callable[[TensorDictBase], Scores | Awaitable[Scores]]
 """See the module. A source with ``per_episode = True`` gets one row per episode, that of its last turn.
@@ -32,7 +32,7 @@ def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tenso
     """Call sources, ``(name, source, rows)`` each, and return ``[n]`` or ``[n, S]`` float32.
 
     Awaitables are awaited together on an event loop of their own, even if another loop is running;
-    if one fails, the others are cancelled. Answers that are not finite numbers of the right shape are
+    if one fails, the others are cancelled. Results that are not finite numbers of the right shape are
     refused.
     """
     answers: list[Any] = []
@@ -84,9 +84,9 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
-    """Convert an answer to ``[n]`` or ``[n, S]`` float32."""
-    asked = f"reward source {name!r} must answer with"
-    reward = as_tensor(f"the answer of reward source {name!r}", answer).float()
+    """Convert a result to ``[n]`` or ``[n, S]`` float32."""
+    asked = f"reward source {name!r} must return"
+    reward = as_tensor(f"the result of reward source {name!r}", answer).float()
     n = len(rows)
     if reward.ndim not in (1, 2) or reward.shape[0] != n:
         raise ValueError(

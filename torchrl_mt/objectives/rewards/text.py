@@ -109,7 +109,7 @@ class TextReward:
 
         Raises:
             KeyError: If rows lack an entry, or a column that the function requires.
-            TypeError, ValueError: If the function's answer is of another form.
+            TypeError, ValueError: If the function's result is of another form.
         """
         mask = read_entry(rows, ExperienceKeys.assistant_mask)
         turns = read_entry(rows, ExperienceKeys.turns)
@@ -174,7 +174,7 @@ class TextReward:
     def _place(self, answer: Any, episodes: EpisodeIndex, turns: Tensor) -> Tensor:
         """Put the function's rewards on the tokens of the rows: ``[n, S]`` float32."""
         asked = (episodes.last_token >= 0).nonzero().squeeze(-1).tolist()
-        what = f"reward source {self.name!r} must answer with"
+        what = f"reward source {self.name!r} must return"
         answer = _plain(answer)
         if not isinstance(answer, Sequence) or isinstance(answer, (str, Mapping)):
             raise TypeError(

@@ -34,7 +34,7 @@ def rows_of(batch: Any, action: NestedKey) -> TensorDictBase:
     if not isinstance(batch, TensorDictBase):
         raise TypeError(
             "batch must be a TensorDict of rows or episodes, a collector or a replay buffer, got "
-            f"{type(batch).__name__}; a collector takes prompts as its data."
+            f"{type(batch).__name__}; a collector takes items as its data."
         )
     # By their keys: ragged entries cannot be read as one tensor.
     entries = batch.keys(True)

@@ -1,4 +1,4 @@
-"""The protocol of worker servers: forms, faults, and what is left on a server."""
+"""The protocol of servers of computers: forms, faults, and what is left on a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.idle_clock import LIMIT, Loop
 from tests.tiers import examples
 from tests.waiting import wait_until
 from torchrl_mt.bridges.cua_bench import ComputerError, leases, parse_actions
-from torchrl_mt.bridges.cua_bench.worker import server_form
+from torchrl_mt.bridges.cua_bench.computer import server_form
 
 STEP = {"reward": 0.0, "done": False, "text": "screen"}
 
@@ -158,13 +158,13 @@ def test_sizes_of_real_screenshots(kind, kwargs):
         (status(500, "no display"), "status 500: no display"),
         (status(503), "status 503"),
         (status(404), "status 404"),
-        (success(b"{"), "the answer is no JSON"),
-        (success([]), "the answer lacks what is read"),
+        (success(b"{"), "the reply is no JSON"),
+        (success([]), "the reply lacks what is read"),
         (success({**STEP, "text": None}), "no screenshot, text or observation"),
         (success({**STEP, "reward": float("nan")}), "reward must be a finite number, got nan"),
         (success({**STEP, "reward": True}), "reward must be a finite number, got True"),
         (success({**STEP, "done": "no"}), "done must be true or false, got 'no'"),
-        (success({"done": False, "text": "a"}), "the answer lacks what is read: KeyError"),
+        (success({"done": False, "text": "a"}), "the reply lacks what is read: KeyError"),
         (success({**STEP, "screenshot": 3}), "screenshot must be a string in base64"),
         (success({**STEP, "screenshot": "a!"}), "screenshot must be in base64"),
         (success({**STEP, "screenshot": "aaaa"}), "screenshot must be a PNG or JPEG image"),
@@ -200,7 +200,7 @@ def test_a_server_that_ignores_done_is_an_error(server):
     ("fault", "reason"),
     [
         (status(500, "no such task"), "status 500: no such task"),
-        (success({"text": "a", "env_id": 0}), "the answer lacks what is read: KeyError"),
+        (success({"text": "a", "env_id": 0}), "the reply lacks what is read: KeyError"),
         (success({"text": "a", "instruction": "a", "env_id": None}), "env_id must be a number"),
         (success({"text": "a", "instruction": 3, "env_id": 0}), "instruction must be a string"),
     ],
@@ -226,7 +226,7 @@ def test_a_reset_waits_for_a_server_that_is_away(server, monkeypatch):
 def test_a_call_has_a_limit_besides_a_wait(server, written, seconds):
     with closing(Loop()) as loop:
         server.faults = [answered, after(lambda: loop.jump(LIMIT + 60), silent)]
-        with pytest.raises(ComputerError, match=f"no answer within {seconds} seconds"):
+        with pytest.raises(ComputerError, match=f"no reply within {seconds} seconds"):
             loop.run_until_complete(step_and_close(env_on(server, timeout=LIMIT), acting(written)))
     assert server.seen[0]["timeout"] == LIMIT
     assert server.active == {}

@@ -1,4 +1,4 @@
-"""One episode's computer on a worker server, after the protocol of cua-bench.
+"""One episode's computer on a server, after the protocol of cua-bench.
 
 An action is sent once and never again: where the reply is lost, the episode is over. A server is given
 to the next episode when it has answered all requests of this one and was told to release its computer;
@@ -21,7 +21,7 @@ from torchrl_mt.bridges.cua_bench.actions import MAX_WAIT, Action
 from torchrl_mt.bridges.cua_bench.leases import Lease, lease
 from torchrl_mt.http_client import HttpClient, HttpError
 
-__all__ = ["ComputerError", "Observation", "Reply", "Worker", "check_server", "server_form"]
+__all__ = ["Computer", "ComputerError", "Observation", "Reply", "check_server", "server_form"]
 
 _AWAY_SECONDS = 10.0
 """Seconds that a reset waits for a server that starts, restarts or has no computer left."""
@@ -37,7 +37,7 @@ _POINTED = {
 
 
 class ComputerError(HttpError):
-    """A worker server refused, failed or answered something else, so the episode cannot go on."""
+    """A server of computers refused, failed or answered something else, so the episode cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Reply:
     done: bool
 
 
-class Worker:
+class Computer:
     """A computer on a leased server.
 
     Args:
@@ -83,7 +83,7 @@ class Worker:
         self._request: asyncio.Task[Any] | None = None
 
     @classmethod
-    async def find(cls, servers: Sequence[str], timeout: float) -> Worker:
+    async def find(cls, servers: Sequence[str], timeout: float) -> Computer:
         """Wait for a free server of several."""
         return cls(await lease(servers), timeout)
 
@@ -180,7 +180,7 @@ class Worker:
         return Reply(None if done else self._read_observation(said), float(reward), done)
 
     def _read_observation(self, said: Mapping[str, Any]) -> Observation:
-        """The screenshot or text of an answer."""
+        """The screenshot or text of a reply."""
         image = said.get("screenshot") or None
         given = (said.get(key) for key in ("text", "observation"))
         text = next((value for value in given if value is not None), None)
@@ -189,7 +189,7 @@ class Worker:
         if image is not None:
             image, self._size = _read_screenshot(image)
         elif text is None:
-            raise ValueError("the answer has no screenshot, text or observation")
+            raise ValueError("the reply has no screenshot, text or observation")
         elif said.get("width") is not None or said.get("height") is not None:
             self._size = _checked_size(said.get("width"), said.get("height"))
         return Observation(text, image, self._size)
