@@ -1,0 +1,7 @@
+"""See what happens: the log of a run, its curves, and what is wrong with it."""
+
+from torchrl_mt.view.health import Finding, check_run
+from torchrl_mt.view.plot_run import plot_run
+from torchrl_mt.view.run_log import RunLog
+
+__all__ = ["Finding", "RunLog", "check_run", "plot_run"]
