@@ -47,11 +47,12 @@ class Finding:
     text: str
     """What was found, and what to do about it, in sentences."""
     steps: tuple[int, ...]
-    """The steps that show it."""
+    """The steps that show it, ascending; at least one."""
 
     def __str__(self) -> str:
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}; " if self.steps else ""
-        return f"{self.level}: {self.title}. {self.text} ({steps}rule {self.rule})"
+        first, last = self.steps[0], self.steps[-1]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{self.level}: {self.title}. {self.text} ({steps}; rule {self.rule})"
 
 
 class Rule(NamedTuple):

@@ -51,7 +51,7 @@ CHARTS = (
         "nats per token",
         {"kl/mean": "before the update", "kl_to_ref": "in the loss"},
     ),
-    Chart("KL to the sampling policy", "nats per token", {"approx_kl": "estimate"}),
+    Chart("KL to the old policy", "nats per token", {"approx_kl": "estimate"}),
     Chart(
         "Entropy",
         "nats per token",
@@ -70,7 +70,7 @@ CHARTS = (
     Chart(
         "Effective samples",
         "share of tokens",
-        {"ess": "trained to sampling policy", "correction_ess": "trainer to sampler"},
+        {"ess": "new to old policy", "correction_ess": "old policy to sampler"},
     ),
     Chart(
         "Staleness",

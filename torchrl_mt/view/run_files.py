@@ -70,8 +70,9 @@ class Run:
         return total
 
     def matching(self, pattern: str) -> dict[str, str]:
-        """Find the names of a pattern, in which ``*`` is one part: ``reward/*/mean``; with that part."""
-        shape = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
+        """Find the names of a pattern; with what ``*`` is, one part: ``reward/*/mean``, or the rest."""
+        rest = re.sub(r"\\\*$", "(.+)", re.escape(pattern))
+        shape = re.compile(rest.replace(r"\*", "([^/]+)"), re.DOTALL)
         found = {name: shape.fullmatch(name) for name in sorted(self.names)}
         return {name: "".join(match.groups()) for name, match in found.items() if match}
 

@@ -94,7 +94,10 @@ class RunLog:
         self._own: dict[str, Logger] = {}
         self._loggers: list[Any] = [each for each in loggers if not isinstance(each, str)]
         for name in (each for each in loggers if isinstance(each, str)):
-            self._own[name] = _logger(name, self.folder, facts)
+            try:
+                self._own[name] = _logger(name, self.folder, facts)
+            except ImportError as error:
+                raise ImportError(f"the logger {name!r} needs it: pip install {name}.") from error
         self._loggers += self._own.values()
         replace_file(self.folder / FACTS, json.dumps(facts, indent=1).encode())
         self._bar = None

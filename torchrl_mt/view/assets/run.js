@@ -80,7 +80,7 @@ function report(run) {
   const bad = run.findings.filter((f) => f.level !== "good"), good = run.findings.filter((f) => f.level === "good");
   const show = (list) => make("div", {}, ...list.map((f) => make("div", { class: `finding ${f.level}` },
     make("b", {}, `${f.title}. `), f.text, make("div", { class: "small" },
-      (f.steps.length ? `Steps ${f.steps[0]} to ${f.steps[f.steps.length - 1]}. ` : "") + `Rule ${f.rule}.`))));
+      `Steps ${f.steps[0]} to ${f.steps[f.steps.length - 1]}. Rule ${f.rule}.`))));
   const links = run.episodes.map((page) => make("a", { href: page.href }, `step ${page.step}`));
   return make("section", {}, make("h2", {}, `${run.name}: ${run.steps} steps, ${bad.length ? "what to look at" : "nothing to worry about found"}`),
     show(bad), good.length ? folded(`${run.name}: ${good.length} checks found no fault`, () => show(good)) : null,
