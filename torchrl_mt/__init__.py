@@ -2,8 +2,8 @@
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
 ``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.datasets``, ``.scoring``, ``.objectives``,
-``.vision`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each is imported at its first
-use.
+``.vision``, ``.view`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each is imported
+at its first use.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
     from torchrl_mt import transforms as transforms
+    from torchrl_mt import view as view
     from torchrl_mt import vision as vision
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _SUBPACKAGES = (
     "scoring",
     "testing",
     "transforms",
+    "view",
     "vision",
 )
 
