@@ -1,11 +1,10 @@
 "use strict";
 /* The page of a report of episodes. What it shows is written in the address after "#"; `show` draws that.
-   In order: reading the data, the state, the list, search, blocks of text, colours, an episode laid out,
-   the three views, the tooltip, what the reader does. Data enters the page as text nodes, never as markup. */
+   Texts of episodes enter the page as text nodes, never as markup. */
 
 const ROW_HEIGHT = 52; // pixels, as in report.css
 const BLOCK_PIECES = { dialogue: 200, group: 50 }; // tokens, or stretches of text between hits, in a block
-const LIVE_NODES = 3000; // that blocks near the viewport may have together: the page stays below 5,000
+const PAGE_NODES = 4700; // beyond which no block near the viewport is filled: the page stays below 5,000
 const FOLD_CHARACTERS = 1200; // longer reasoning is folded
 
 const byId = (id) => document.getElementById(id);
@@ -33,7 +32,7 @@ const parts = take("parts").split("\n").map((line) => line.split(" ")); // of ea
 const images = new Map(take("images").split("\n").map((line) => [line.split(" ", 1)[0], line]));
 const records = new Map(index.episodes.map((record, line) => [String(record.id), {
   ...record, line, key: String(record.id),
-  name: record.group === null ? `Episode ${record.id}` : `Group ${record.group} · sample ${record.sample ?? "?"}`,
+  name: record.group === null ? `Episode ${record.id}` : `Group ${record.group} · sample ${record.sample}`,
   outcome: record.rejected ? `rejected: ${record.rejected}` : record.stop,
   size: joined([count(record.turns, "turn"), count(record.tokens, "token")]),
   weights: record.head === record.tail ? record.head : `${record.head}–${record.tail}`,
@@ -41,8 +40,11 @@ const records = new Map(index.episodes.map((record, line) => [String(record.id),
 
 /** A response whose body is what was compressed. */
 function inflate(base64) {
-  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
+  const bytes = new Uint8Array(atob(base64).split("").map((character) => character.charCodeAt(0)));
+  const { readable: output, writable } = new DecompressionStream("deflate");
+  const writer = writable.getWriter();
+  Promise.all([writer.write(bytes), writer.close()]).catch(() => {}); // who reads the response hears of it
+  return new Response(output);
 }
 
 /** The values of each column. They are stored byte by byte: all first bytes, then all second ones... */
@@ -55,14 +57,13 @@ function unshuffle(bytes, keys, length) {
 }
 
 async function readEpisode(record) {
-  const [texts, numbers] = parts[record.line];
-  const content = await inflate(texts).json();
+  const content = await inflate(parts[record.line][0]).json();
   let length = 0;
   for (const turn of content.turns) {
     turn.start = length; // the number of its first token in the episode
     length += turn.pieces.length;
   }
-  const bytes = new Uint8Array(await inflate(numbers).arrayBuffer());
+  const bytes = new Uint8Array(await inflate(parts[record.line][1]).arrayBuffer());
   const values = unshuffle(bytes, content.columns, length);
   return { ...content, record, length, values, texts: textsOf(content.turns) };
 }
@@ -143,8 +144,6 @@ function drawList() {
   chosen = [...records.values()].filter(passes).sort((a, b) => compare(a[state.sort], b[state.sort], sign));
   byId("count").textContent = chosen.length === records.size ? count(records.size, "episode")
     : `${chosen.length.toLocaleString("en")} of ${count(records.size, "episode")}`;
-  const active = Object.keys(FILTERS).filter((key) => state[key] !== "").length;
-  byId("filters").textContent = active ? `Filters, ${active} set` : "Filters";
   drawRows();
 }
 
@@ -160,26 +159,19 @@ function makeRow(record, place) {
   const share = (100 * (record.reward - least)) / (greatest - least);
   const hits = found.counts.get(record);
   const details = joined([hits && count(hits, "hit"), record.outcome, record.size]);
-  const row = make("div", record.rejected ? "row rejected" : "row",
-    make("span", { className: "reward", style: `--share: ${share}%` }, shortReward(record.reward)),
-    make("span", "name", record.name), make("span", "details quiet", details),
-    make("span", "quiet", record.head === null ? "" : `weights ${record.weights}`));
-  row.ariaSelected = record.key === state.episode;
-  const onclick = () => go({ episode: record.key, turn: "" });
-  return Object.assign(row, { role: "option", style: `top: ${place * ROW_HEIGHT}px`, onclick });
+  return make("div", {
+    className: record.rejected ? "row rejected" : "row", style: `top: ${place * ROW_HEIGHT}px`,
+    role: "option", ariaSelected: record.key === state.episode, onclick: () => openEpisode(record),
+  }, make("span", { className: "reward", style: `--share: ${share}%` }, shortReward(record.reward)),
+  make("span", "name", record.name), make("span", "details quiet", details),
+  make("span", "quiet", record.head === null ? "" : `weights ${record.weights}`));
 }
 
-/** Scrolls the list as little as brings the episode in sight; a list that hides the episode closes. */
-function showRow(record) {
-  const top = chosen.indexOf(record) * ROW_HEIGHT;
-  list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + ROW_HEIGHT - list.clientHeight));
-  showList(false);
-}
-
+const openEpisode = (record) => go({ episode: record.key, turn: "" });
 function step(by) {
   const place = chosen.indexOf(records.get(state.episode));
   const next = chosen[place < 0 ? 0 : place + by];
-  return next && go({ episode: next.key, turn: "" });
+  return next && openEpisode(next);
 }
 
 // ---- Search ----
@@ -203,9 +195,10 @@ async function countHits(query) {
     const { length } = findHits(record.texts, query);
     if (length) mine.counts.set(record, length);
     total += length;
-    if (record.line % 8 === 0) await new Promise((resolve) => setTimeout(resolve));
     if (found !== mine) return;
+    if (record.line % 25) continue;
     byId("found").textContent = `Searching, ${Math.round((100 * record.line) / records.size)} %`;
+    await new Promise((resolve) => setTimeout(resolve));
   }
   mine.done = true;
   byId("found").textContent = query && `${count(total, "hit")} in ${count(mine.counts.size, "episode")}`;
@@ -214,12 +207,13 @@ async function countHits(query) {
 
 /** Goes to the next hit (or, with -1, to the one before); after the last one, to the next episode. */
 async function jumpToHit(by) {
+  if (!state.search) return;
   if (state.view !== "dialogue") await go({ view: "dialogue" });
   const inside = sheets[0].hits[currentHit + by];
   if (!inside) await step(by);
   const { hits } = sheets[0];
   currentHit = inside ? currentHit + by : by > 0 ? 0 : hits.length - 1;
-  repaint();
+  fillNearest(true);
   const element = allBlocks().find((one) => blocks.get(one).hits.includes(hits[currentHit]));
   if (!element) return;
   element.closest("details")?.setAttribute("open", "");
@@ -237,26 +231,21 @@ const observer = new IntersectionObserver((entries) => {
   fillNearest();
 }, { scrollMargin: "300px 0px" });
 
-/** Fills the blocks near the viewport, those nearest its middle first, as far as LIVE_NODES goes. */
-function fillNearest() {
+/** Fills the blocks near the viewport, those nearest its middle first, as far as PAGE_NODES goes. */
+function fillNearest(again = false) {
   const distance = (element) => Math.abs(element.getBoundingClientRect().top - innerHeight / 2);
-  let nodes = 0;
+  let nodes = 2 * document.querySelectorAll(":not(.token)").length; // elements, and about as many texts
   const wanted = allBlocks().filter((element) => near.has(element)).sort((a, b) => distance(a) - distance(b))
-    .filter((element) => (nodes += 2 * blocks.get(element).pieces.length) <= LIVE_NODES);
-  for (const element of allBlocks()) setBlock(element, wanted.includes(element));
+    .filter((element) => (nodes += 2 * blocks.get(element).pieces.length) <= PAGE_NODES);
+  for (const element of allBlocks()) setBlock(element, wanted.includes(element), again);
 }
 
-/** Gives a block its elements, or makes one text of it again. */
-function setBlock(element, filled) {
+/** Gives a block its elements (again, when their looks have changed), or makes it one text. */
+function setBlock(element, filled, again = false) {
   const block = blocks.get(element);
-  const children = () => (filled ? block.sheet.elementsOf(block) : [block.text]);
-  if (filled !== block.filled) element.replaceChildren(...children());
+  if (filled === block.filled && !again) return;
   block.filled = filled;
-}
-
-function repaint() {
-  for (const element of allBlocks()) setBlock(element, false);
-  fillNearest();
+  element.replaceChildren(...(filled ? block.sheet.elementsOf(block) : [block.text]));
 }
 
 // ---- Colours ----
@@ -351,13 +340,11 @@ class Sheet {
       const text = own.join("");
       const hits = this.hits.filter(({ segment, from, to }) =>
         segment === this.segment && from < offset + text.length && to > offset);
-      if (turn || hits.length) {
-        const block = make("span", "block", text);
-        const first = turn?.start + skipped + k;
-        blocks.set(block, { sheet: this, turn, first, pieces: own, text, hits, offset, filled: false });
-        observer.observe(block);
-        element.append(block);
-      } else element.append(text);
+      const block = make("span", "block", text);
+      const first = turn?.start + skipped + k;
+      blocks.set(block, { sheet: this, turn, first, pieces: own, text, hits, offset, filled: false });
+      observer.observe(block);
+      element.append(block);
       offset += text.length;
     }
     return element;
@@ -414,14 +401,14 @@ async function drawMain() {
   state.episode = record.key;
   const wanted = [record.key, state.view, state.search, state.turn];
   const mine = ++drawings;
-  if (String(drawn) === String(wanted)) repaint();
+  if (String(drawn) === String(wanted)) fillNearest(true);
   else {
-    const group = state.view === "group" ? groupOf(record) : [record];
+    const group = state.view === "group" && record.group !== null ? groupOf(record) : [record];
     const episodes = await Promise.all(group.map(readEpisode)).catch((error) => error);
     if (mine !== drawings) return;
     if (episodes instanceof Error) return page.replaceChildren(`This is not readable: ${episodes.message}`);
     drawPage(record, episodes);
-    if (drawn[0] !== record.key) showRow(record);
+    if (drawn[0] !== record.key) showList(false);
     if (drawn.length && drawn[0] !== record.key) byId("head").scrollIntoView();
     page.querySelector(`[data-turn="${CSS.escape(state.turn)}"]`)?.scrollIntoView();
     drawn = wanted;
@@ -432,7 +419,7 @@ async function drawMain() {
 function drawPage(record, episodes) {
   shown = episodes.find((episode) => episode.record === record);
   const views = { dialogue: drawDialogue };
-  if (groupOf(record).length > 1) views.group = drawGroup;
+  if (record.group !== null && groupOf(record).length > 1) views.group = drawGroup;
   if (isTree(shown.turns)) views.tree = drawTree;
   const view = state.view in views ? state.view : "dialogue";
   for (const button of byId("views").children) {
@@ -440,12 +427,12 @@ function drawPage(record, episodes) {
     button.ariaPressed = button.value === view;
   }
   drawHead(shown);
+  const top = chosen.indexOf(record) * ROW_HEIGHT; // the list scrolls as little as shows the episode
+  list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + ROW_HEIGHT - list.clientHeight));
   drawRows();
-  tip.hidden = true;
   currentHit = -1;
   page.className = view;
   page.replaceChildren();
-  near.clear();
   views[view](episodes);
 }
 
@@ -464,14 +451,13 @@ function drawHead({ record, facts }) {
   }), Object.keys(facts).length ? makeFold("More facts", makeFacts(facts)) : "");
 }
 
-function drawDialogue([episode]) {
-  sheets = [new Sheet(episode, BLOCK_PIECES.dialogue)];
+function drawDialogue(episodes) {
+  sheets = episodes.map((episode) => new Sheet(episode, BLOCK_PIECES.dialogue));
   page.append(...sheets[0].turns());
 }
 
 const groupOf = (record) => [...records.values()]
-  .filter((other) => other === record
-    || (record.group !== null && other.group === record.group && other.source === record.source))
+  .filter(({ group, source }) => group === record.group && source === record.source)
   .sort((a, b) => compare(a.reward, b.reward, -1));
 
 /** The first token at which an episode differs from another, or that follows something else than there. */
@@ -479,10 +465,9 @@ function parting(one, other) {
   for (const [place, turn] of one.turns.entries()) {
     const twin = other.turns[place];
     if (JSON.stringify(turn.given) !== JSON.stringify(twin?.given)) return turn.start;
-    const tokens = turn.ids && twin.ids ? "ids" : "pieces";
-    const at = twin[tokens].findIndex((token, k) => token !== turn[tokens][k]);
+    const [own, theirs] = turn.ids && twin.ids ? [turn.ids, twin.ids] : [turn.pieces, twin.pieces];
+    const at = (own.length > theirs.length ? own : theirs).findIndex((_, k) => own[k] !== theirs[k]);
     if (at >= 0) return turn.start + at;
-    if (turn.pieces.length > twin.pieces.length) return turn.start + twin.pieces.length;
   }
   return one.length;
 }
@@ -499,7 +484,7 @@ function drawGroup(episodes) {
     const others = episode === shown ? episodes.filter((other) => other !== shown) : [shown];
     const { key, name, reward, outcome, size } = episode.record;
     const button = make("button", { className: "link", onclick: () => go({ episode: key }) }, name);
-    const texts = [joined([outcome, size]), episode === shown ? "The others are compared with this one." : ""];
+    const texts = [joined([outcome, size]), episode === shown ? "The others are compared with it." : ""];
     const column = make("div", "column", make("header", episode === shown ? "chosen" : "",
       make("strong", "", shortReward(reward)), button, ...texts.map((text) => make("p", "quiet", text))));
     column.dataset.place = place;
@@ -549,8 +534,7 @@ function showTip(token) {
     make("dl", "", ...entries.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)])));
   token.setAttribute("aria-describedby", "tip");
   const { left, top, bottom } = token.getClientRects()[0];
-  const below = bottom + 6;
-  tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : top - tip.offsetHeight - 6}px`;
+  tip.style.top = `${bottom + tip.offsetHeight < innerHeight ? bottom + 6 : top - tip.offsetHeight - 6}px`;
   tip.style.left = `${Math.max(8, Math.min(left, innerWidth - tip.offsetWidth - 8))}px`;
 }
 
@@ -569,7 +553,6 @@ const KEYS = {
   Escape: ["leave the search, close", () => [showList(false), document.activeElement.blur()]],
 };
 const toggleView = (view) => go({ view: state.view === view ? "dialogue" : view, turn: "" });
-
 function nextTheme() {
   const { dataset } = document.documentElement;
   dataset.theme = after(dataset.theme, ["auto", "light", "dark"]);
@@ -590,7 +573,7 @@ function onKey(event) {
   if (typing || event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
   const arrow = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[key];
   const tokens = [...(target.closest(".reply")?.querySelectorAll(".token") ?? [])];
-  if (arrow && tokens.length) tokens[tokens.indexOf(target) + arrow]?.focus(); // from a reply to its first token
+  if (arrow && tokens.length) tokens[tokens.indexOf(target) + arrow]?.focus();
   else if (arrow && target === list) step(arrow);
   else if (key in KEYS) KEYS[key][1]();
   else return;
