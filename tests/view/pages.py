@@ -1,10 +1,9 @@
-"""Reports from plain dicts: the template filled as the library fills it, and a browser to open it in."""
+"""Reports from plain dicts: the template filled as the library fills it."""
 
 from __future__ import annotations
 
 import base64
 import json
-import shutil
 import zlib
 from collections.abc import Iterable
 from importlib.resources import files
@@ -14,70 +13,33 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-COLUMNS = [
-    {
-        "key": "log_prob",
-        "name": "log-probability",
-        "unit": "nats",
-        "kind": "low",
-        "low": -0.05,
-        "high": 0,
-    },
-    {
-        "key": "ratio",
-        "name": "importance ratio",
-        "unit": "",
-        "kind": "diverging",
-        "low": 0.5,
-        "high": 1.5,
-    },
-    {"key": "version", "name": "weight version", "unit": "", "kind": "steps", "low": 0, "high": 9},
-]
-
-BROWSER = next(filter(None, map(shutil.which, ["chromium", "google-chrome", "chrome"])), None)
+LOG_PROB = {"key": "log_prob", "name": "log-probability", "unit": "nats", "kind": "low"}
+VERSION = {"key": "version", "name": "weight version", "unit": "", "kind": "steps"}
+COLUMNS = [LOG_PROB | {"low": -0.05, "high": 0}, VERSION | {"low": 0, "high": 4}]
 
 
 def message(role: str, content: str | None, **more: Any) -> dict[str, Any]:
     empty = {"reasoning": None, "tool_calls": None, "name": None, "images": None}
-    return {"role": role, "content": content, **empty, **more}
+    return {"role": role, "content": content} | empty | more
 
 
 def turn(number: int, asked: str, pieces: Iterable[str], **more: Any) -> dict[str, Any]:
     """A turn that answers the one before, in the same row."""
     pieces = list(pieces)
-    return {
-        "turn": number,
-        "row": 0,
-        "parent": number - 1,
-        "reward": None,
-        "finish": "stop",
-        "given": [message("user", asked)],
-        "pieces": pieces,
-        "ids": [sum(map(ord, piece)) for piece in pieces],
-        "said": message("assistant", "".join(pieces)),
-    } | more
+    place = {"turn": number, "row": 0, "parent": number - 1, "reward": None, "finish": "stop"}
+    said = message("assistant", "".join(pieces))
+    ids = [sum(map(ord, piece)) for piece in pieces]
+    given = [message("user", asked)]
+    return place | {"given": given, "pieces": pieces, "ids": ids, "said": said} | more
 
 
 def episode(number: int, turns: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The index's entry of an episode, with its turns in an entry of their own."""
+    """The index's entry of an episode, and its turns beside it."""
     tokens = sum(len(turn["pieces"]) for turn in turns)
-    return {
-        "id": number,
-        "group": None,
-        "sample": None,
-        "task": None,
-        "reward": number / 10,
-        "turns": len(turns),
-        "tokens": tokens,
-        "length": tokens,
-        "stop": "solved",
-        "rejected": None,
-        "head": 3,
-        "tail": 4,
-        "source": 0,
-        "eval": False,
-        "content": turns,
-    } | more
+    sizes = {"turns": len(turns), "tokens": tokens, "length": tokens, "reward": number / 10}
+    unknown = dict.fromkeys(["group", "sample", "task", "rejected"])
+    origin = {"stop": "solved", "head": 3, "tail": 4, "source": 0, "eval": False}
+    return {"id": number, "content": turns} | sizes | unknown | origin | more
 
 
 def values(key: str, count: int) -> np.ndarray[Any, Any]:
@@ -91,6 +53,7 @@ def packed(data: bytes) -> str:
 
 
 def part(entry: dict[str, Any]) -> str:
+    """The line of an episode: its turns, and the values of its tokens byte by byte."""
     keys = [column["key"] for column in COLUMNS]
     content = {"turns": entry["content"], "columns": keys, "facts": {"seed": entry["id"]}}
     planes = [values(key, entry["tokens"]).view(np.uint8).reshape(-1, 4).T for key in keys]
@@ -100,26 +63,18 @@ def part(entry: dict[str, Any]) -> str:
 
 def filled(episodes: list[dict[str, Any]], images: str = "") -> str:
     assets = files("torchrl_mt") / "view" / "assets"
-    read = {
-        name: (assets / name).read_text() for name in ["report.html.j2", "report.css", "report.js"]
-    }
     listed = [{key: entry[key] for key in entry if key != "content"} for entry in episodes]
     health = [{"level": "watch", "title": "One.", "text": "Two.", "link": "#stop=length"}]
-    index = {
-        "title": "Trial & report",
-        "made": "2026-11-28 16:00 UTC",
-        "sources": ["a file"],
-        "health": health,
-        "columns": COLUMNS,
-        "episodes": listed,
-    }
+    index = {"title": "A & B", "made": "today", "sources": ["a file"], "health": health}
+    index |= {"columns": COLUMNS, "episodes": listed}
+    template = (assets / "report.html.j2").read_text(encoding="utf-8")
     return (
         jinja2.Environment(autoescape=True)
-        .from_string(read["report.html.j2"])
+        .from_string(template)
         .render(
             title=index["title"],
-            css=Markup(read["report.css"]),
-            js=Markup(read["report.js"]),
+            css=Markup((assets / "report.css").read_text(encoding="utf-8")),
+            js=Markup((assets / "report.js").read_text(encoding="utf-8")),
             index=json.dumps(index).replace("<", "\\u003c"),
             parts="\n".join(map(part, episodes)),
             images=images,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from .pages import BROWSER, episode, filled, message, turn
+from .pages import episode, filled, message, turn
 
+BROWSER = next(filter(None, map(shutil.which, ["chromium", "google-chrome", "chrome"])), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = [
     pytest.mark.slow,
@@ -26,24 +29,18 @@ def episodes():
     call = {"name": "add", "arguments": {"numbers": [1, 2]}}
     said = message("assistant", None, tool_calls=[call])
     picture = message("user", "What is this?", images=["dot"])
+    forked = [
+        turn(0, "Begin.", ["First", " things"]),
+        turn(1, "Help.", ["A", " helper"], row=1, parent=-1, reward=0.5),
+        turn(2, "On.", ["And", " then"], parent=0, said=said),
+    ]
     in_group = {"group": 7, "stop": "length"}
     return [
         episode(0, [turn(0, "Where?", ["In", " the", " attic", "."])], sample=0, **in_group),
         episode(1, [turn(0, "Where?", ["In", " the", " cellar", "!"])], sample=1, **in_group),
         episode(2, [turn(0, "Bad?", ["<script>alert(1)</script>", "</script>"])], rejected="stale"),
-        episode(
-            3,
-            [
-                turn(0, "Begin.", ["First", " things"]),
-                turn(1, "Help.", ["A", " helper"], row=1, parent=-1, reward=0.5),
-                turn(2, "On.", ["And", " then"], parent=0, said=said),
-            ],
-            head=8,
-            tail=9,
-        ),
-        episode(
-            4, [turn(0, "?", [], ids=None, given=[picture], said=message("assistant", "Größe"))]
-        ),
+        episode(3, forked, head=8, tail=9),
+        episode(4, [turn(0, "?", [], given=[picture], said=message("assistant", "Größe"))]),
     ]
 
 
@@ -218,10 +215,7 @@ def test_tool_calls_images_and_markup(visit):
     page = visit("#episode=3")
     assert page.locator(".call").inner_text().startswith("add\n{")
     page = visit("#episode=4")
-    assert (
-        page.locator("img").evaluate("async image => (await image.decode(), image.naturalWidth)")
-        == 1
-    )
+    page.locator("img").evaluate("image => image.decode()")  # raises where it is no image
     page = visit("#episode=2")
     assert page.locator(".token").all_inner_texts() == ["<script>alert(1)</script>", "</script>"]
 

@@ -32,7 +32,8 @@ const parts = take("parts").split("\n").map((line) => line.split(" ")); // of ea
 const images = new Map(take("images").split("\n").map((line) => [line.split(" ", 1)[0], line]));
 const records = new Map(index.episodes.map((record, line) => [String(record.id), {
   ...record, line, key: String(record.id),
-  name: record.group === null ? `Episode ${record.id}` : `Group ${record.group} · sample ${record.sample}`,
+  name: joined(record.group === null ? [`Episode ${record.id}`]
+    : [`Group ${record.group}`, record.sample !== null && `sample ${record.sample}`]),
   outcome: record.rejected ? `rejected: ${record.rejected}` : record.stop,
   size: joined([count(record.turns, "turn"), count(record.tokens, "token")]),
   weights: record.head === record.tail ? record.head : `${record.head}–${record.tail}`,
@@ -153,6 +154,7 @@ function drawRows() {
   const rows = chosen.slice(first, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 6);
   const space = make("div", { style: `height: ${chosen.length * ROW_HEIGHT}px` });
   list.replaceChildren(space, ...rows.map((record, number) => makeRow(record, first + number)));
+  list.setAttribute("aria-activedescendant", `row-${state.episode}`);
 }
 
 function makeRow(record, place) {
@@ -161,7 +163,8 @@ function makeRow(record, place) {
   const details = joined([hits && count(hits, "hit"), record.outcome, record.size]);
   return make("div", {
     className: record.rejected ? "row rejected" : "row", style: `top: ${place * ROW_HEIGHT}px`,
-    role: "option", ariaSelected: record.key === state.episode, onclick: () => openEpisode(record),
+    role: "option", id: `row-${record.key}`, ariaSelected: record.key === state.episode,
+    onclick: () => openEpisode(record),
   }, make("span", { className: "reward", style: `--share: ${share}%` }, shortReward(record.reward)),
   make("span", "name", record.name), make("span", "details quiet", details),
   make("span", "quiet", record.head === null ? "" : `weights ${record.weights}`));
