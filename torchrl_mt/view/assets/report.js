@@ -31,7 +31,7 @@ const columns = new Map(index.columns.map((column) => [column.key, column]));
 const parts = take("parts").split("\n").map((line) => line.split(" ")); // of each episode: texts, values
 const images = new Map(take("images").split("\n").map((line) => [line.split(" ", 1)[0], line]));
 const records = new Map(index.episodes.map((record, line) => [String(record.id), {
-  ...record, line, key: String(record.id),
+  ...record, line, key: String(record.id), parts: parts[line],
   name: joined(record.group === null ? [`Episode ${record.id}`]
     : [`Group ${record.group}`, record.sample !== null && `sample ${record.sample}`]),
   outcome: record.rejected ? `rejected: ${record.rejected}` : record.stop,
@@ -58,13 +58,13 @@ function unshuffle(bytes, keys, length) {
 }
 
 async function readEpisode(record) {
-  const content = await inflate(parts[record.line][0]).json();
+  const content = await inflate(record.parts[0]).json();
   let length = 0;
   for (const turn of content.turns) {
     turn.start = length; // the number of its first token in the episode
     length += turn.pieces.length;
   }
-  const bytes = new Uint8Array(await inflate(parts[record.line][1]).arrayBuffer());
+  const bytes = new Uint8Array(await inflate(record.parts[1]).arrayBuffer());
   const values = unshuffle(bytes, content.columns, length);
   return { ...content, record, length, values, texts: textsOf(content.turns) };
 }
@@ -194,7 +194,7 @@ async function countHits(query) {
   const mine = (found = { query, counts: new Map(), done: !query });
   let total = 0;
   for (const record of query ? records.values() : []) {
-    record.texts ??= textsOf((await inflate(parts[record.line][0]).json()).turns);
+    record.texts ??= await inflate(record.parts[0]).json().then(({ turns }) => textsOf(turns), () => []);
     const { length } = findHits(record.texts, query);
     if (length) mine.counts.set(record, length);
     total += length;
