@@ -134,9 +134,13 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch, kind, flag):
 
 def test_pages_of_episodes(tmp_path, monkeypatch):
     report = ModuleType("torchrl_mt.view.report")
-    report.write_report = lambda source, path, *, tokenizer: path.write_text(
-        f"{source} {tokenizer}"
-    )
+
+    def write_report(source, path, *, tokenizer=None):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{source} {tokenizer}")
+        return path
+
+    report.write_report = write_report
     monkeypatch.setitem(sys.modules, "torchrl_mt.view.report", report)
     with RunLog(tmp_path, loggers=(), episodes_every=3) as log:
         written = [log.episodes(step, f"batch {step}", "tokens") for step in range(5)]
@@ -169,7 +173,7 @@ def test_the_bar_shows_what_there_is(tmp_path, capsys):
         (lambda p: RunLog(p, "csv"), TypeError, "loggers must be a sequence"),
         (lambda p: RunLog(p, ["cvs"]), ValueError, "Did you mean 'csv'"),
         (lambda p: RunLog(p, [3]), TypeError, "loggers must be names"),
-        (lambda p: RunLog(p, config=3), TypeError, "config must be a mapping.*int"),
+        (lambda p: RunLog(p, config=3), TypeError, "config must be a mapping.*got 3"),
         (lambda p: RunLog(p, episodes_every=0), ValueError, "episodes_every must be"),
         (lambda p: RunLog(p, total_steps=-1), ValueError, "total_steps must be"),
         (lambda p: RunLog(p)(1.5), TypeError, "step must be an integer, got 1.5"),

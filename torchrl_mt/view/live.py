@@ -10,7 +10,6 @@ import ipaddress
 import json
 import os
 import sys
-import threading
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,10 +61,8 @@ class RunServer(ThreadingHTTPServer):
                 "with ssh -L."
             )
         self.folder = Path(folder).expanduser()
-        read_run(self.folder)
-        self._lock = threading.Lock()
         self._stamp: Any = None
-        self._data: dict[str, Any] = {}
+        self.data()
         super().__init__((host, port), _Handler)
 
     @property
@@ -80,13 +77,12 @@ class RunServer(ThreadingHTTPServer):
 
     def data(self) -> dict[str, Any]:
         """What the page shows, read again if a file changed."""
-        with self._lock:
-            paths = [self.folder / name for name in (METRICS, FACTS, EPISODES)]
-            facts = [os.stat(path) if path.exists() else None for path in paths]
-            stamp = [fact and (fact.st_mtime_ns, fact.st_size) for fact in facts]
-            if stamp != self._stamp:
-                self._data, self._stamp = page_data([read_run(self.folder)]), stamp
-            return self._data
+        paths = [self.folder / name for name in (METRICS, FACTS, EPISODES)]
+        stats = [path.stat() for path in paths if path.exists()]
+        stamp = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        if stamp != self._stamp:
+            self._data, self._stamp = page_data([read_run(self.folder)]), stamp
+        return self._data
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,11 +101,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send("application/json", json.dumps(self.server.data()).encode())
             elif path.startswith(f"/{EPISODES}/") and path.endswith(".html"):
                 name = path.removeprefix(f"/{EPISODES}/")
-                file = inside(self.server.folder / EPISODES, name)
-                self._send("text/html", file.read_bytes())
+                self._send("text/html", inside(self.server.folder / EPISODES, name).read_bytes())
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
-        except (FileNotFoundError, IsADirectoryError, ValueError):
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectionError):
+                raise
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send(self, kind: str, content: bytes) -> None:
