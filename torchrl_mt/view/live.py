@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import sys
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,7 +40,8 @@ def serve_run(folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int
         OSError: if the port is taken.
     """
     with RunServer(folder, host, port) as server:
-        print(f"{server.url} shows {folder}; Ctrl-C ends it.", flush=True)
+        url = f"http://{host}:{server.server_port}/"
+        print(f"{url} shows {folder}; Ctrl-C ends it.", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -64,16 +64,6 @@ class RunServer(ThreadingHTTPServer):
         self._stamp: Any = None
         self.data()
         super().__init__((host, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print a fault, unless the browser only went away."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
 
     def data(self) -> dict[str, Any]:
         """What the page shows, read again if a file changed."""
@@ -104,9 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send("text/html", inside(self.server.folder / EPISODES, name).read_bytes())
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionError):
-                raise
+        except ConnectionError:
+            pass  # The browser went away.
+        except (OSError, ValueError):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send(self, kind: str, content: bytes) -> None:

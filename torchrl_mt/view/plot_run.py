@@ -105,7 +105,9 @@ def page_data(runs: Sequence[Run], base: Path | None = None) -> dict[str, Any]:
     for number, run in enumerate(runs):
         for place, chart in _charts(run):
             shared = charts.setdefault((place, chart["title"]), {**chart, "curves": []})
-            shared["curves"] += [{"run": number, **each} for each in chart["curves"]]
+            for curve in chart["curves"]:
+                label = f"{names[number]}: " * (len(runs) > 1) + curve["label"]
+                shared["curves"].append({**curve, "run": number, "label": label})
     described = [_described(run, name, base) for run, name in zip(runs, names, strict=True)]
     return to_json({"runs": described, "charts": [charts[key] for key in sorted(charts)]})
 
@@ -185,14 +187,13 @@ def _draw(data: dict[str, Any], path: Path) -> None:
         axes.set_title(chart["title"])
         axes.grid(alpha=0.3)
         for curve in chart["curves"]:
-            label = f"{data['runs'][curve['run']]['name']}: " * many + curve["label"]
             axes.plot(
                 [step for step, _ in curve["points"]],
                 [float(value) for _, value in curve["points"]],
                 "-" if not many else ("-", "--", ":", "-.")[curve["nth"] % 4],
                 color=f"C{(curve['run'] if many else curve['nth']) % 10}",
                 # Matplotlib reads "$" as mathematics, and leaves out names that begin with "_".
-                label=label.replace("$", r"\$").lstrip("_"),
+                label=curve["label"].replace("$", r"\$").lstrip("_"),
                 marker="." if len(curve["points"]) == 1 else "",
             )
         axes.legend(fontsize=7)

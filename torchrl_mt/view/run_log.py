@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,7 +22,7 @@ from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, MLFlowLogger, get_logger
 from tqdm.auto import tqdm
 
-from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.checks import check_at_least, check_choice, check_integer, check_positive_integer
 from torchrl_mt.installed import devices, versions
 from torchrl_mt.json_lines import append_lines, to_json, to_line
 from torchrl_mt.view.run_files import (
@@ -133,7 +132,7 @@ class RunLog:
             ValueError: if ``step`` is negative, a name is ``"step"``, ``"session"`` or ``"time"``, or
                 the log is closed.
         """
-        step = _checked_step(step)
+        _check_step(step)
         if self._closed:
             raise ValueError(f"the log of {self.folder} is closed: make a new RunLog to go on.")
         found: dict[str, Any] = {}
@@ -168,7 +167,8 @@ class RunLog:
         Returns:
             The path of ``episodes/<step>.html``, or ``None``.
         """
-        if _checked_step(step) % self.episodes_every:
+        _check_step(step)
+        if step % self.episodes_every:
             return None
         from torchrl_mt.view.report import write_report
 
@@ -219,20 +219,15 @@ def _logger(name: str, folder: Path, facts: Mapping[str, Any]) -> Logger:
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         artifacts = (folder / "mlflow").as_uri() if store.startswith("sqlite:") else None
         return MLFlowLogger(folder.name, store, artifact_location=artifacts)
-    if name == "wandb":
-        options = {"id": facts["id"], "project": os.environ.get("WANDB_PROJECT", "torchrl_mt")}
-        logger = get_logger(name, str(folder), folder.name, wandb_kwargs=options)
-        logger.log_hparams(facts["config"] or {})
-        return logger
-    return get_logger(name, str(folder), name)
+    project = os.environ.get("WANDB_PROJECT", "torchrl_mt")
+    options = {"id": facts["id"], "project": project, "config": facts["config"]}
+    title = folder.name if name == "wandb" else name
+    return get_logger(name, str(folder), title, wandb_kwargs=options)
 
 
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, Integral):
-        raise TypeError(f"step must be an integer, got {step!r}.")
-    if step < 0:
-        raise ValueError(f"step must be 0 or more, got {step}.")
-    return int(step)
+def _check_step(step: Any) -> None:
+    check_integer("step", step)
+    check_at_least("step", step, 0)
 
 
 def _safe(name: str) -> str:
@@ -254,14 +249,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
 
-def _summary(found: Mapping[str, float]) -> dict[str, str]:
+def _summary(found: Mapping[str, float]) -> dict[str, Any]:
     """What the bar shows beside the steps."""
-    rewards = sorted(name for name in found if re.fullmatch(r"reward(/[^/]+/mean)?", name))
+    rewards = [name for name in sorted(found) if re.fullmatch(r"reward(/[^/]+/mean)?", name)]
     ended = found.get("accepted", 0) + found.get("rejected", 0)
     shown = {
-        "reward": (found.get(rewards[0]) if rewards else None, ".3g"),
-        "tokens/s": (found.get("tokens_per_second"), ".0f"),
-        "rejected": (found["rejected"] / ended if ended and "rejected" in found else None, ".0%"),
-        "staleness": (found.get("staleness/mean"), ".1f"),
+        "reward": found[rewards[0]] if rewards else None,
+        "tokens/s": found.get("tokens_per_second"),
+        "rejected": f"{found.get('rejected', 0) / ended:.0%}" if ended else None,
+        "staleness": found.get("staleness/mean"),
     }
-    return {name: format(x, form) for name, (x, form) in shown.items() if x is not None}
+    return {name: value for name, value in shown.items() if value is not None}
