@@ -44,6 +44,9 @@ _LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 class RunLog:
     """Write the numbers of a run, step by step: into a folder, TorchRL's loggers and a terminal bar.
 
+    ``log(step, *dicts, **numbers)`` logs a step: ``log(step, collector.stats(), maker.metrics, losses,
+    grad_norm=norm)``. Dicts and TensorDicts may be nested; what is no number is left out.
+
     The folder gets ``metrics.jsonl`` (a line per call), ``run.json`` (config, versions, devices, command
     line) and ``episodes/<step>.html``. :func:`~torchrl_mt.view.check_run` and
     :func:`~torchrl_mt.view.plot_run` read it. A second log on the same folder goes on: steps that are
@@ -66,11 +69,11 @@ class RunLog:
 
     Examples:
         >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with RunLog(folder, loggers=(), config={"lr": 1e-5}) as log:
+        >>> with RunLog(tempfile.mkdtemp(), loggers=(), config={"lr": 1e-5}) as log:
         ...     log(0, {"time": {"engine": 0.5}, "name": "left out"}, grad_norm=2.0)
-        >>> read_run(folder).rows
-        {0: {'time/engine': 0.5, 'grad_norm': 2.0}}
+        >>> line = json.loads((log.folder / "metrics.jsonl").read_text())
+        >>> line["step"], line["time/engine"], line["grad_norm"]
+        (0, 0.5, 2.0)
     """
 
     def __init__(
