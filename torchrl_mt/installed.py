@@ -19,15 +19,12 @@ _NAMES = ("torch", "torchrl", "tensordict", "transformers", "numpy")
 def versions() -> dict[str, str]:
     """Get the versions of Python, of this package and of what it is built on.
 
-    Returns:
-        Versions by name; ``"missing"`` for what is not installed.
-
     Examples:
         >>> list(versions())
         ['python', 'torchrl_mt', 'torch', 'torchrl', 'tensordict', 'transformers', 'numpy']
     """
     found = {"python": platform.python_version(), "torchrl_mt": torchrl_mt.__version__}
-    return found | {name: _version(name) or "missing" for name in _NAMES}
+    return found | {name: version(name) for name in _NAMES}
 
 
 def devices(*, start_cuda: bool = False) -> dict[str, str]:
@@ -63,28 +60,22 @@ def missing_packages() -> dict[str, list[str]]:
     except PackageNotFoundError:
         return {}
     needed = [Requirement(line) for line in package.requires or ()]
-    extras = package.metadata.get_all("Provides-Extra") or ()
-    return {extra: sorted(_missing(extra, needed, package.name)) for extra in sorted(extras)}
+    extras = sorted(package.metadata.get_all("Provides-Extra") or ())
+    return {extra: sorted(_missing(extra, needed)) for extra in extras}
 
 
-def _missing(extra: str, needed: list[Requirement], package: str) -> set[str]:
+def _missing(extra: str, needed: list[Requirement]) -> set[str]:
     """What an extra lacks, and the extras that it names."""
     found: set[str] = set()
     for each in needed:
-        if each.marker is None or each.marker.evaluate({"extra": ""}):
-            continue  # The core's, or another Python's.
-        if not each.marker.evaluate({"extra": extra}):
+        if each.marker is None or not each.marker.evaluate({"extra": extra}):
             continue
-        if each.name == package:
-            for other in each.extras:
-                found |= _missing(other, needed, package)
-        elif (has := _version(each.name)) is None or not each.specifier.contains(has, True):
-            found.add(f"{each.name}{each.specifier}")
+        if each.name == "torchrl-mt":
+            found = found.union(*(_missing(other, needed) for other in each.extras))
+            continue
+        try:
+            is_met = each.specifier.contains(version(each.name), prereleases=True)
+        except PackageNotFoundError:
+            is_met = False
+        found |= set() if is_met else {f"{each.name}{each.specifier}"}
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

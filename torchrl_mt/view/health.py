@@ -6,22 +6,21 @@ what each means and what to do.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from torchrl_mt.view.run_files import Run, read_run
+from torchrl_mt.view.run_files import Run, flat_numbers, read_run
 
-__all__ = ["RULES", "Finding", "Rule", "check_run", "judge_run"]
+__all__ = ["RULES", "Finding", "check_run", "judge_run"]
 
 Level = Literal["bad", "watch", "good"]
-Verdict = tuple[Level, str, np.ndarray]
-"""Level, text and steps of a finding."""
+Verdict = tuple[Level, str, str, np.ndarray]
+"""Level, what was found, what to do unless all is good, and the steps that show it."""
 _LEVELS = ("bad", "watch", "good")
 _WINDOW = 10
 """The last steps, which tell how the run is now."""
@@ -55,17 +54,6 @@ class Finding:
         return f"{self.level}: {self.title}. {self.text} ({steps}; rule {self.rule})"
 
 
-class Rule(NamedTuple):
-    """A rule of :data:`RULES`."""
-
-    title: str
-    """What it checks."""
-    needs: str
-    """The metrics that it reads."""
-    judge: Callable[[Run], Verdict | None]
-    """``None`` if the metrics are missing."""
-
-
 def check_run(folder: str | os.PathLike[str]) -> list[Finding]:
     """Check a run by the rules of :doc:`/watching`; the worst findings come first.
 
@@ -96,13 +84,14 @@ def check_run(folder: str | os.PathLike[str]) -> list[Finding]:
 def judge_run(run: Run) -> tuple[list[Finding], list[str]]:
     """Apply all rules: the findings, and the names of the rules whose metrics are missing."""
     findings, missing = [], []
-    for name, rule in RULES.items():
-        verdict = rule.judge(run) if len(run.rows) else None
+    for name, (title, judge) in RULES.items():
+        verdict = judge(run) if run.rows else None
         if verdict is None:
             missing.append(name)
-            continue
-        level, text, steps = verdict
-        findings.append(Finding(level, name, rule.title, text, tuple(map(int, steps))))
+        else:
+            level, text, advice, steps = verdict
+            text += f" {advice}" if level != "good" else ""
+            findings.append(Finding(level, name, title, text, tuple(steps.tolist())))
     return sorted(findings, key=lambda each: _LEVELS.index(each.level)), missing
 
 
@@ -125,14 +114,11 @@ def _grown(run: Run, *names: str) -> float:
 
 def _rewards(run: Run, of: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and mean over the labels of ``"mean"`` or ``"std"`` of the reward."""
-    if of == "mean" and "reward" in run.names:
+    if of == "mean" and "reward" in run.columns:
         return run.series("reward")
     names = run.matching(f"reward/*/{of}")
-    found = {
-        step: float(np.mean([row[name] for name in names if name in row]))
-        for step, row in run.rows.items()
-        if any(name in row for name in names)
-    }
+    rows = {step: [row[name] for name in names if name in row] for step, row in run.rows.items()}
+    found = {step: float(np.mean(values)) for step, values in rows.items() if values}
     return np.array(list(found), dtype=np.int64), np.array(list(found.values()))
 
 
@@ -142,25 +128,20 @@ def _cut_responses(run: Run) -> Verdict | None:
         return None
     share = _grown(run, "stop/max_response_tokens") / accepted
     text = f"{share:.0%} of the accepted episodes ended because a response was cut at its limit."
-    if share >= 0.5:
-        text += " The environment never saw these. Raise Limits(max_response_tokens=...)."
-    return _level(share, 0.5, 0.9), text, run.steps[-_WINDOW:]
+    advice = "The environment never saw these. Raise Limits(max_response_tokens=...)."
+    return _level(share, 0.5, 0.9), text, advice, run.steps[-_WINDOW:]
 
 
 def _no_spread(run: Run) -> Verdict | None:
-    steps, share = _now(run, "groups/without_spread")
-    if len(share):
-        text = f"In {share.mean():.0%} of the groups all episodes had the same reward"
-        level = _level(float(share.mean()), 0.5, 0.95)
-    else:
+    of, (steps, share) = "groups", _now(run, "groups/without_spread")
+    if not len(share):
         steps, spread = (each[-_WINDOW:] for each in _rewards(run, "std"))
-        if not len(spread):
-            return None
-        flat = float((spread == 0).mean())
-        text = f"In {flat:.0%} of the batches all episodes had the same reward"
-        level = _level(flat, 0.5, 0.95)
-    what = " and taught nothing. Use other items, or a reward for partial answers."
-    return level, text + ("." if level == "good" else what), steps
+        of, share = "batches", spread == 0
+    if not len(share):
+        return None
+    text = f"In {share.mean():.0%} of the {of} all episodes had the same reward."
+    advice = "These taught nothing. Use other items, or a reward for partial answers."
+    return _level(float(share.mean()), 0.5, 0.95), text, advice, steps
 
 
 def _flat_reward(run: Run) -> Verdict | None:
@@ -170,53 +151,43 @@ def _flat_reward(run: Run) -> Verdict | None:
     if third < _FEWEST:
         return None
     first, last = reward[:third], reward[-third:]
-    gain = float(last.mean() - first.mean())
-    noise = math.sqrt(float(first.var() + last.var()) / third)
-    before, after = float(drift[:third].mean()), float(drift[-third:].mean())
-    moved = after > 0.01 and after > 2 * before
+    before, after = drift[:third].mean(), drift[-third:].mean()
+    gain = last.mean() - first.mean()
+    noise = 2 * np.sqrt((first.var() + last.var()) / third)
+    flat = gain <= noise and after > 0.01 and after > 2 * before
     text = (
         f"The reward went from {first.mean():.3g} to {last.mean():.3g} while the KL to the reference "
         f"went from {before:.3g} to {after:.3g}."
     )
-    if moved and gain <= 2 * noise:
-        text += " The policy moves away and gains nothing. Lower the learning rate; read episodes."
-        return ("bad" if gain < -2 * noise else "watch"), text, steps[-third:]
-    return "good", text, steps[-third:]
+    advice = "The policy moves away and gains nothing. Lower the learning rate; read episodes."
+    level: Level = "good" if not flat else "bad" if gain < -noise else "watch"
+    return level, text, advice, steps[-third:]
 
 
 def _entropy_gone(run: Run) -> Verdict | None:
     names = ("entropy", "entropy/mean")
-    steps, now = _now(run, *names)
-    before = run.series(*names)[1][:_FEWEST]
-    if not len(now):
+    steps, values = _now(run, *names)
+    if not len(values):
         return None
-    level, fell = float(np.median(now)), float(np.median(now)) < 0.2 * float(np.median(before))
-    text = f"The entropy is {level:.3g} nats per token."
-    if level < 0.01 or fell:
-        text += f" It began at {np.median(before):.3g}: the policy hardly tries anything new."
-        return ("bad" if level < 0.01 and fell else "watch"), text, steps
-    return "good", text, steps
+    before, now = np.median(run.series(*names)[1][:_FEWEST]), np.median(values)
+    text = f"The entropy is {now:.3g} nats per token; it began at {before:.3g}."
+    advice = "The policy hardly tries anything new. Add an entropy bonus or a KL."
+    return _level(int(now < 0.01) + int(now < 0.2 * before), 1, 2), text, advice, steps
 
 
 def _ratios_off(run: Run) -> Verdict | None:
-    staleness = dict(zip(*map(np.ndarray.tolist, run.series("staleness/max")), strict=True))
-    for name, what, watch, bad in (
-        ("correction_ess", "1 - correction_ess", 0.05, 0.2),
-        ("approx_kl", "approx_kl", 0.03, 0.1),
-    ):
+    fresh = [step for step, age in zip(*run.series("staleness/max"), strict=True) if age == 0]
+    for name, best, watch, bad in (("correction_ess", 1, 0.05, 0.2), ("approx_kl", 0, 0.03, 0.1)):
         steps, values = run.series(name)
-        equal = np.array([staleness.get(step) == 0 for step in steps.tolist()], dtype=bool)
-        steps, values = steps[equal][-_WINDOW:], values[equal][-_WINDOW:]
-        if len(values):
-            off = float(np.median(1 - values if name == "correction_ess" else values))
-            level = _level(off, watch, bad)
-            text = f"On samples of the current version, {what} is {off:.2g}."
-            if level != "good":
-                text += (
-                    " Sampler and trainer disagree about the same weights: compare temperature, "
-                    "precision and chat template, and whether the engine got the weights."
-                )
-            return level, text, steps
+        equal = np.flatnonzero(np.isin(steps, fresh))[-_WINDOW:]
+        if len(equal):
+            now = float(np.median(values[equal]))
+            text = f"On samples of the current version, {name} is {now:.3g}."
+            advice = (
+                f"It should be {best}: sampler and trainer disagree. Compare temperature, precision "
+                "and chat template, and whether the engine got the weights."
+            )
+            return _level(abs(now - best), watch, bad), text, advice, steps[equal]
     return None
 
 
@@ -227,110 +198,81 @@ def _stale(run: Run) -> Verdict | None:
     dropped = _grown(run, "rejected/stale") / max(_grown(run, "accepted", "rejected"), 1)
     text = f"The oldest tokens of a batch are {np.median(oldest):.0f} versions old."
     if dropped >= 0.1:
-        text += f" {dropped:.0%} of the episodes were rejected as too old: sampling is too slow."
-        return _level(dropped, 0.1, 0.5), text, steps
-    bound = _setting(run.facts.get("config"), "max_staleness")
-    if bound and float((oldest >= bound).mean()) >= 0.8:
-        text += f" That is the bound, max_staleness={bound:g}: training is slower than sampling."
-        return "watch", text, steps
-    return "good", text, steps
+        advice = f"{dropped:.0%} of the episodes were rejected as too old: sampling is too slow."
+        return _level(dropped, 0.1, 0.5), text, advice, steps
+    config = flat_numbers(run.facts.get("config") or {})
+    bound = next((x for name, x in config if name.split("/")[-1] == "max_staleness"), 0)
+    level: Level = "watch" if bound and np.mean(oldest >= bound) >= 0.8 else "good"
+    return level, text, f"That is max_staleness={bound}: training is slower than sampling.", steps
 
 
 def _slow_environment(run: Run) -> Verdict | None:
-    steps, environment = _now(run, "time/environment")
-    _, engine = _now(run, "time/engine")
+    (steps, environment), (_, engine) = _now(run, "time/environment"), _now(run, "time/engine")
     if not len(environment) or not len(engine):
         return None
-    env, model = float(environment[-1]), float(engine[-1])
-    text = f"Of the episodes' time, the environment takes {env:.0%} and the model {model:.0%}."
-    if env > model and env > 0.3:
-        text += " The model waits. Play more episodes at a time, or use more environment workers."
-        return "watch", text, steps
-    return "good", text, steps
+    slow, fast = environment[-1], engine[-1]
+    text = f"Of the episodes' time, the environment takes {slow:.0%} and the model {fast:.0%}."
+    advice = "The model waits. Play more episodes at a time, or use more environment workers."
+    return "watch" if slow > max(fast, 0.3) else "good", text, advice, steps
 
 
 def _token_counts(run: Run) -> Verdict | None:
-    trained = [row.get("trained_tokens") for row in run.rows.values()]
-    sampled = run.growth("tokens")
-    both = [i for i, count in enumerate(trained) if i and count is not None]
-    total = float(sampled[both].sum()) if both else 0.0
+    steps, trained = (each[1:] for each in run.series("trained_tokens"))
+    sampled = run.growth("tokens")[np.isin(run.steps, steps)].sum()
     # With a rate limit, tokens are meant to be trained several times.
-    if len(both) < _FEWEST or not total or "rate/ratio" in run.names:
+    if len(steps) < _FEWEST or not sampled or "rate/ratio" in run.columns:
         return None
-    times = sum(trained[i] or 0.0 for i in both) / total
+    times = trained.sum() / sampled
     text = f"Each sampled token was trained {times:.2g} times."
-    if times > 1.5:
-        text += " Is a batch trained twice, or are rows sampled anew from a buffer?"
-    elif times < 0.67:
-        text += " The rest was never trained, or only the last part of each batch was logged."
-    return ("good" if 0.67 <= times <= 1.5 else "watch"), text, run.steps[both]
+    advice = (
+        "Is a batch trained twice, or are rows sampled anew from a buffer?"
+        if times > 1
+        else "The rest was never trained, or only the last part of each batch was logged."
+    )
+    return "good" if 0.67 <= times <= 1.5 else "watch", text, advice, steps
 
 
 def _rejected_episodes(run: Run) -> Verdict | None:
     # Those that still ran when the run was stopped are no sign of anything.
     rejected = _grown(run, "rejected") - _grown(run, "rejected/cancelled")
     ended = rejected + _grown(run, "accepted")
-    if not {"accepted", "rejected"} <= run.names or ended <= 0:
+    if not {"accepted", "rejected"} <= run.columns.keys() or ended <= 0:
         return None
-    share = rejected / ended
     causes = {cause: _grown(run, name) for name, cause in run.matching("rejected/*").items()}
-    causes = {cause: count for cause, count in causes.items() if count and cause != "cancelled"}
-    most = sorted(causes, key=lambda cause: -causes[cause])[:3]
-    text = f"{share:.0%} of the episodes that ended were rejected"
-    text += ": " + ", ".join(f"{causes[each]:.0f} for {each}" for each in most) if most else ""
-    return _level(share, 0.2, 0.5), text + ".", run.steps[-_WINDOW:]
+    causes.pop("cancelled", None)
+    most = sorted(filter(causes.get, causes), key=lambda cause: -causes[cause])[:3]
+    text = f"{rejected / ended:.0%} of the episodes that ended were rejected."
+    advice = f"Most: {', '.join(f'{cause} ({causes[cause]:.0f})' for cause in most)}."
+    return _level(rejected / ended, 0.2, 0.5), text, advice, run.steps[-_WINDOW:]
 
 
 def _not_finite(run: Run) -> Verdict | None:
     shape = re.compile(r"(.*/)?(loss|grad_norm|reward|approx_kl|kl|entropy)([/_].*)?")
-    names = [name for name in sorted(run.names) if shape.fullmatch(name)]
-    if not names:
-        return None
-    faults: dict[int, str] = {}
-    for name in names:
-        steps, values = run.series(name)
-        for step in steps[~np.isfinite(values)].tolist():
-            faults.setdefault(step, name)
+    checked = {name: run.series(name) for name in sorted(run.columns) if shape.fullmatch(name)}
+    faults = {
+        int(step): name
+        for name, (steps, values) in checked.items()
+        for step in steps[~np.isfinite(values)]
+    }
     if not faults:
-        return "good", "All losses and rewards are finite numbers.", run.steps[-_WINDOW:]
-    first = min(faults)
-    level: Level = "bad" if max(faults) in run.steps[-_WINDOW:] else "watch"
-    text = (
-        f"{faults[first]} is not a number or infinite, first at step {first}. The weights may be "
-        "damaged since: go back to a checkpoint before it."
-    )
-    return level, text, np.array(sorted(faults))
+        text = "All losses and rewards are finite numbers."
+        return ("good", text, "", run.steps[-_WINDOW:]) if checked else None
+    first, is_now = min(faults), max(faults) in run.steps[-_WINDOW:]
+    text = f"{faults[first]} is not a number or infinite, first at step {first}."
+    advice = "The weights may be damaged since: go back to a checkpoint before it."
+    return "bad" if is_now else "watch", text, advice, np.array(sorted(faults))
 
 
-def _setting(config: Any, name: str) -> float | None:
-    """A number of a nested config, by its name."""
-    if not isinstance(config, Mapping):
-        return None
-    found = config.get(name)
-    if isinstance(found, (int, float)):
-        return found
-    inner = (_setting(each, name) for each in config.values())
-    return next((each for each in inner if each is not None), None)
-
-
-RULES: dict[str, Rule] = {
-    "not-finite": Rule("Numbers that are not finite", "loss_*, grad_norm", _not_finite),
-    "cut-responses": Rule("Cut responses", "accepted, stop/max_response_tokens", _cut_responses),
-    "rejected-episodes": Rule("Rejected episodes", "accepted, rejected", _rejected_episodes),
-    "no-spread": Rule("Equal rewards", "groups/without_spread or reward/*/std", _no_spread),
-    "flat-reward": Rule(
-        "Reward and drift", "reward, kl/mean or kl_to_ref, of 15 steps", _flat_reward
-    ),
-    "entropy-gone": Rule("Entropy", "entropy or entropy/mean", _entropy_gone),
-    "ratios-off": Rule(
-        "Agreement of sampler and trainer",
-        "correction_ess or approx_kl, at staleness/max of 0",
-        _ratios_off,
-    ),
-    "stale": Rule("Age of the samples", "staleness/max", _stale),
-    "token-counts": Rule("Sampled and trained tokens", "tokens, trained_tokens", _token_counts),
-    "slow-environment": Rule(
-        "Time of the environment", "time/environment, time/engine", _slow_environment
-    ),
+RULES: dict[str, tuple[str, Callable[[Run], Verdict | None]]] = {
+    "not-finite": ("Numbers that are not finite", _not_finite),
+    "cut-responses": ("Cut responses", _cut_responses),
+    "rejected-episodes": ("Rejected episodes", _rejected_episodes),
+    "no-spread": ("Equal rewards", _no_spread),
+    "flat-reward": ("Reward and drift", _flat_reward),
+    "entropy-gone": ("Entropy", _entropy_gone),
+    "ratios-off": ("Agreement of sampler and trainer", _ratios_off),
+    "stale": ("Age of the samples", _stale),
+    "token-counts": ("Sampled and trained tokens", _token_counts),
+    "slow-environment": ("Time of the environment", _slow_environment),
 }
-"""The rules by name."""
+"""What each rule checks, and its function: ``None`` if the metrics that it reads are missing."""

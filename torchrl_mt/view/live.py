@@ -9,8 +9,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import sys
-import threading
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,7 +40,8 @@ def serve_run(folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int
         OSError: if the port is taken.
     """
     with RunServer(folder, host, port) as server:
-        print(f"{server.url} shows {folder}; Ctrl-C ends it.", flush=True)
+        url = f"http://{host}:{server.server_port}/"
+        print(f"{url} shows {folder}; Ctrl-C ends it.", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -62,31 +61,18 @@ class RunServer(ThreadingHTTPServer):
                 "with ssh -L."
             )
         self.folder = Path(folder).expanduser()
-        read_run(self.folder)
-        self._lock = threading.Lock()
         self._stamp: Any = None
-        self._data: dict[str, Any] = {}
+        self.data()
         super().__init__((host, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print a fault, unless the browser only went away."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
 
     def data(self) -> dict[str, Any]:
         """What the page shows, read again if a file changed."""
-        with self._lock:
-            paths = [self.folder / name for name in (METRICS, FACTS, EPISODES)]
-            facts = [os.stat(path) if path.exists() else None for path in paths]
-            stamp = [fact and (fact.st_mtime_ns, fact.st_size) for fact in facts]
-            if stamp != self._stamp:
-                self._data, self._stamp = page_data([read_run(self.folder)]), stamp
-            return self._data
+        paths = [self.folder / name for name in (METRICS, FACTS, EPISODES)]
+        stats = [path.stat() for path in paths if path.exists()]
+        stamp = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        if stamp != self._stamp:
+            self._data, self._stamp = page_data([read_run(self.folder)]), stamp
+        return self._data
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,11 +91,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send("application/json", json.dumps(self.server.data()).encode())
             elif path.startswith(f"/{EPISODES}/") and path.endswith(".html"):
                 name = path.removeprefix(f"/{EPISODES}/")
-                file = inside(self.server.folder / EPISODES, name)
-                self._send("text/html", file.read_bytes())
+                self._send("text/html", inside(self.server.folder / EPISODES, name).read_bytes())
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
-        except (FileNotFoundError, IsADirectoryError, ValueError):
+        except ConnectionError:
+            pass  # The browser went away.
+        except (OSError, ValueError):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send(self, kind: str, content: bytes) -> None:

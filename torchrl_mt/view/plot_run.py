@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import jinja2
@@ -24,96 +23,28 @@ from torchrl_mt.view.run_files import Run, read_run, replace_file
 __all__ = ["page_data", "plot_run", "render_page"]
 
 
-class Chart(NamedTuple):
-    """Curves that share axes."""
-
-    title: str
-    unit: str
-    curves: dict[str, str]
-    """Patterns of metrics, with the plain name of each; ``*`` in it is the part that matches."""
-    per: tuple[str, ...] = ()
-    """Counters: the curves are then counters too, and show their share of what these grew by."""
-
-
-CHARTS = (
-    Chart(
-        "Reward",
-        "per episode",
-        {"reward": "reward", "reward/*/mean": "*", "eval/reward": "evaluation"},
-    ),
-    Chart(
-        "Success",
-        "share of episodes",
-        {"success": "training", "success/*": "*", "eval/success": "evaluation"},
-    ),
-    Chart(
-        "KL to the reference",
-        "nats per token",
-        {"kl/mean": "before the update", "kl_to_ref": "in the loss"},
-    ),
-    Chart("KL to the old policy", "nats per token", {"approx_kl": "estimate"}),
-    Chart(
-        "Entropy",
-        "nats per token",
-        {"entropy": "in the loss", "entropy/mean": "before the update"},
-    ),
-    Chart(
-        "Clipped ratios",
-        "share of tokens",
-        {
-            "clip_fraction": "all",
-            "clip_fraction_low": "below the bounds",
-            "clip_fraction_high": "above the bounds",
-            "correction_clip_fraction": "correction's weights",
-        },
-    ),
-    Chart(
-        "Effective samples",
-        "share of tokens",
-        {"ess": "new to old policy", "correction_ess": "old policy to sampler"},
-    ),
-    Chart(
-        "Staleness",
-        "weight versions",
-        {
-            "staleness/mean": "mean of the batch",
-            "staleness/max": "oldest of the batch",
-            "staleness/scored": "since scoring",
-        },
-    ),
-    Chart("Length of a turn", "sampled tokens", {"tokens_per_turn": "mean of the batch"}),
-    Chart("Turns of an episode", "model calls", {"turns_per_episode": "mean of the batch"}),
-    Chart(
-        "Rejected episodes by cause",
-        "share of those that ended",
-        {"rejected/*": "*"},
-        ("accepted", "rejected"),
-    ),
-    Chart("Ends of episodes", "share of the accepted", {"stop/*": "*"}, ("accepted",)),
-    Chart(
-        "Where the episodes' time goes",
-        "share since the start",
-        {
-            "time/engine": "model",
-            "time/environment": "environment",
-            "time/waiting": "waiting",
-        },
-    ),
-    Chart("Groups with equal rewards", "share of groups", {"groups/without_spread": "groups"}),
-    Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-    Chart("Speed", "accepted tokens per second", {"tokens_per_second": "mean since the start"}),
-    Chart(
-        "Losses",
-        "",
-        {
-            "loss": "sum",
-            "loss_objective": "objective",
-            "loss_kl": "KL",
-            "loss_entropy": "entropy",
-            "loss_critic": "critic",
-        },
-    ),
-)
+_CHARTS = """
+Reward | per episode | reward: reward, reward/*/mean: *, eval/reward: evaluation
+Success | share of episodes | success: training, success/*: *, eval/success: evaluation
+KL to the reference | nats per token | kl/mean: before the update, kl_to_ref: in the loss
+KL to the old policy | nats per token | approx_kl: estimate
+Entropy | nats per token | entropy: in the loss, entropy/mean: before the update
+Clipped ratios | share of tokens | clip_fraction: all, clip_fraction_low: low, clip_fraction_high: high
+Effective samples | share of tokens | ess: new to old policy, correction_ess: old policy to sampler
+Staleness | weight versions | staleness/mean: mean of the batch, staleness/max: oldest of the batch
+Length of a turn | sampled tokens | tokens_per_turn: mean of the batch
+Turns of an episode | model calls | turns_per_episode: mean of the batch
+Rejected episodes by cause | share of those that ended | rejected/*: * | accepted, rejected
+Ends of episodes | share of the accepted | stop/*: * | accepted
+Time of episodes | share | time/engine: model, time/environment: environment, time/waiting: waiting
+Groups with equal rewards | share of groups | groups/without_spread: groups
+Gradient norm | before clipping | grad_norm: norm
+Speed | accepted tokens per second | tokens_per_second: mean since the start
+Losses | to minimise | loss: sum, loss_*: *
+"""
+"""Title, unit and curves: patterns of metrics with a plain name, in which ``*`` is what it matches.
+Counters are shown as a share of what the counters of the fourth column grew by."""
+_TABLE = [[part.strip() for part in line.split("|")] for line in _CHARTS.strip().splitlines()]
 _BUCKETS = 300
 """A curve has its lowest and its highest point of so many parts."""
 
@@ -156,7 +87,7 @@ def plot_run(*folders: str | os.PathLike[str], out: str | os.PathLike[str] | Non
         raise ValueError(f"out must end in .html or .png, got {str(out)!r}.")
     path = path.with_suffix(".html")
     data = page_data(runs, path.parent)
-    replace_file(path.with_suffix(".png"), _picture(data))
+    _draw(data, path.with_suffix(".png"))
     return replace_file(path, render_page(data).encode())
 
 
@@ -167,12 +98,16 @@ def page_data(runs: Sequence[Run], base: Path | None = None) -> dict[str, Any]:
         runs: the runs.
         base: the folder that links to pages of episodes start from; by default that of each run.
     """
-    names = _run_names([run.folder for run in runs])
+    names = [run.folder.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
     charts: dict[tuple[int, str], dict[str, Any]] = {}
     for number, run in enumerate(runs):
         for place, chart in _charts(run):
             shared = charts.setdefault((place, chart["title"]), {**chart, "curves": []})
-            shared["curves"] += [{"run": number, **each} for each in chart["curves"]]
+            for curve in chart["curves"]:
+                label = f"{names[number]}: " * (len(runs) > 1) + curve["label"]
+                shared["curves"].append({**curve, "run": number, "label": label})
     described = [_described(run, name, base) for run, name in zip(runs, names, strict=True)]
     return to_json({"runs": described, "charts": [charts[key] for key in sorted(charts)]})
 
@@ -180,9 +115,9 @@ def page_data(runs: Sequence[Run], base: Path | None = None) -> dict[str, Any]:
 def render_page(data: dict[str, Any], *, live: bool = False) -> str:
     """Render the page of :func:`page_data`; a live one asks for ``metrics`` again and again."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    assets = files("torchrl_mt.view") / "assets"
+    folder = files("torchrl_mt.view") / "assets"
     template, css, js = (
-        (assets / name).read_text(encoding="utf-8") for name in ("run.html.j2", "run.css", "run.js")
+        (folder / f"run.{end}").read_text(encoding="utf-8") for end in ("html.j2", "css", "js")
     )
     # Within a script element, only "<" could end it.
     text = json.dumps({**data, "live": live}, allow_nan=False).replace("<", "\\u003c")
@@ -192,53 +127,43 @@ def render_page(data: dict[str, Any], *, live: bool = False) -> str:
     )
 
 
-def _run_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; whole paths, if two have one name."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
 def _described(run: Run, name: str, base: Path | None) -> dict[str, Any]:
     """A run without its curves."""
     findings, missing = judge_run(run)
     base = (run.folder if base is None else base).resolve()
-    pages = {
-        step: quote(Path(os.path.relpath(path.resolve(), base)).as_posix())
-        for step, path in run.pages.items()
-    }
     return {
         "name": name,
         "steps": len(run.rows),
         "findings": [asdict(finding) for finding in findings],
-        "unchecked": [f"{RULES[rule].title} (needs {RULES[rule].needs})" for rule in missing],
-        "episodes": [{"step": step, "href": href} for step, href in pages.items()],
+        "unchecked": [f"{RULES[rule][0]} (rule {rule})" for rule in missing],
+        "episodes": [
+            {"step": step, "href": quote(Path(os.path.relpath(path.resolve(), base)).as_posix())}
+            for step, path in run.pages.items()
+        ],
         "facts": dict(run.facts),
     }
 
 
 def _charts(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
     """The charts of a run, each with its place; numbers that no chart names have one each, folded."""
-    left = set(run.names)
-    for place, chart in enumerate(CHARTS):
-        whole = run.growth(*chart.per)
+    left = set(run.columns)
+    for place, (title, unit, patterns, *per) in enumerate(_TABLE):
+        whole = run.growth(*", ".join(per).split(", "))
         curves: list[dict[str, Any]] = []
-        for pattern, label in chart.curves.items():
+        for pattern, label in (each.split(": ") for each in patterns.split(", ")):
             for name, part in run.matching(pattern).items():
                 left.discard(name)
-                steps, values = run.series(name)
-                if chart.per:
-                    steps, values = (
-                        run.steps[whole > 0],
-                        (run.growth(name) / whole.clip(1))[whole > 0],
-                    )
+                points = run.series(name)
+                if per:
+                    share = run.growth(name)[whole > 0] / whole[whole > 0]
+                    points = run.steps[whole > 0], share
                 curve = {"label": label.replace("*", part), "name": name, "nth": len(curves)}
-                curves.append(curve | {"points": _thinned(steps, values)})
+                curves.append(curve | {"points": _thinned(*points)})
         if curves:
-            facts = {"title": chart.title, "unit": chart.unit, "folded": False}
-            yield place, {**facts, "curves": curves}
+            yield place, {"title": title, "unit": unit, "folded": False, "curves": curves}
     for name in left:
         curve = {"label": name, "name": name, "nth": 0, "points": _thinned(*run.series(name))}
-        yield len(CHARTS), {"title": name, "unit": "", "folded": True, "curves": [curve]}
+        yield len(_TABLE), {"title": name, "unit": "", "folded": True, "curves": [curve]}
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> list[list[float]]:
@@ -250,7 +175,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> list[list[float]]:
     return [[int(steps[i]), float(f"{values[i]:.6g}")] for i in kept]
 
 
-def _picture(data: dict[str, Any]) -> bytes:
+def _draw(data: dict[str, Any], path: Path) -> None:
     """Draw the charts that are not folded, as a PNG."""
     figures = import_extra("matplotlib.figure", "examples")
     charts = [chart for chart in data["charts"] if not chart["folded"]]
@@ -262,17 +187,15 @@ def _picture(data: dict[str, Any]) -> bytes:
         axes.set_title(chart["title"])
         axes.grid(alpha=0.3)
         for curve in chart["curves"]:
-            label = f"{data['runs'][curve['run']]['name']}: " * many + curve["label"]
             axes.plot(
                 [step for step, _ in curve["points"]],
                 [float(value) for _, value in curve["points"]],
                 "-" if not many else ("-", "--", ":", "-.")[curve["nth"] % 4],
                 color=f"C{(curve['run'] if many else curve['nth']) % 10}",
                 # Matplotlib reads "$" as mathematics, and leaves out names that begin with "_".
-                label=label.replace("$", r"\$").lstrip("_"),
+                label=curve["label"].replace("$", r"\$").lstrip("_"),
                 marker="." if len(curve["points"]) == 1 else "",
             )
         axes.legend(fontsize=7)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    return picture.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)

@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import torch
+from tensordict import TensorDictBase
 
-__all__ = ["EPISODES", "FACTS", "METRICS", "Run", "read_run", "replace_file"]
+__all__ = ["EPISODES", "FACTS", "METRICS", "Run", "flat_numbers", "read_run", "replace_file"]
 
 METRICS = "metrics.jsonl"
 FACTS = "run.json"
@@ -42,18 +45,22 @@ class Run:
         return np.array(list(self.rows), dtype=np.int64)
 
     @cached_property
-    def names(self) -> set[str]:
-        """The names of all numbers."""
-        return {name for row in self.rows.values() for name in row}
+    def columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Steps ``[k]`` int64 and values ``[k]`` float64 of each number, by name."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for step, row in self.rows.items():
+            for name, value in row.items():
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+        return {
+            name: (np.array(steps), np.array(values)) for name, (steps, values) in found.items()
+        }
 
     def series(self, *names: str) -> tuple[np.ndarray, np.ndarray]:
         """Get steps and values ``[k]`` of the first name that the run has; empty if it has none."""
-        for name in names:
-            if name in self.names:
-                found = [(step, row[name]) for step, row in self.rows.items() if name in row]
-                steps, values = zip(*found, strict=True)
-                return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
-        return np.zeros(0, dtype=np.int64), np.zeros(0)
+        found = (self.columns[name] for name in names if name in self.columns)
+        return next(found, (np.zeros(0, dtype=np.int64), np.zeros(0)))
 
     def growth(self, *names: str) -> np.ndarray:
         """Compute by how much the sum of counters grew in each step, ``[K]``.
@@ -62,18 +69,16 @@ class Run:
         """
         total = np.zeros(len(self.rows))
         for name in names:
-            last = 0.0
-            for i, row in enumerate(self.rows.values()):
-                now = row.get(name, last)
-                total[i] += now - last if now >= last else now
-                last = now
+            steps, values = self.series(name)
+            grown = np.diff(values, prepend=0.0)
+            total[np.searchsorted(self.steps, steps)] += np.where(grown < 0, values, grown)
         return total
 
     def matching(self, pattern: str) -> dict[str, str]:
         """Find the names of a pattern; with what ``*`` is, one part: ``reward/*/mean``, or the rest."""
         rest = re.sub(r"\\\*$", "(.+)", re.escape(pattern))
         shape = re.compile(rest.replace(r"\*", "([^/]+)"), re.DOTALL)
-        found = {name: shape.fullmatch(name) for name in sorted(self.names)}
+        found = {name: shape.fullmatch(name) for name in sorted(self.columns)}
         return {name: "".join(match.groups()) for name, match in found.items() if match}
 
     @property
@@ -111,6 +116,24 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         # Several lines of one session belong together; those of a session that was cut off do not.
         rows[int(step)] = session, (before[1] if before[0] == session else {}) | row
     return Run(folder, facts, {step: rows[step][1] for step in sorted(rows)})
+
+
+def flat_numbers(given: Any, prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """Iterate over the numbers of a nested dict or TensorDict, with their names joined by ``/``.
+
+    Examples:
+        >>> dict(flat_numbers({"a": {"b": 1, "c": "text"}, "d": torch.tensor(2.0)}))
+        {'a/b': 1, 'd': 2.0}
+    """
+    for key, value in given.items():
+        name = prefix + "/".join(map(str, key if isinstance(key, tuple) else (key,)))
+        if isinstance(value, (Mapping, TensorDictBase)):
+            yield from flat_numbers(value, f"{name}/")
+            continue
+        if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, Real):
+            yield name, int(value) if isinstance(value, Integral) else float(value)
 
 
 def replace_file(path: Path, content: bytes) -> Path:

@@ -11,24 +11,30 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, MLFlowLogger, get_logger
 from tqdm.auto import tqdm
 
-from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.checks import check_at_least, check_choice, check_integer, check_positive_integer
 from torchrl_mt.installed import devices, versions
 from torchrl_mt.json_lines import append_lines, to_json, to_line
-from torchrl_mt.view.run_files import EPISODES, FACTS, METRICS, RESERVED, read_run, replace_file
+from torchrl_mt.view.run_files import (
+    EPISODES,
+    FACTS,
+    METRICS,
+    RESERVED,
+    Run,
+    flat_numbers,
+    read_run,
+    replace_file,
+)
 
 __all__ = ["RunLog"]
 
@@ -37,6 +43,9 @@ _LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 
 class RunLog:
     """Write the numbers of a run, step by step: into a folder, TorchRL's loggers and a terminal bar.
+
+    ``log(step, *dicts, **numbers)`` logs a step: ``log(step, collector.stats(), maker.metrics, losses,
+    grad_norm=norm)``. Dicts and TensorDicts may be nested; what is no number is left out.
 
     The folder gets ``metrics.jsonl`` (a line per call), ``run.json`` (config, versions, devices, command
     line) and ``episodes/<step>.html``. :func:`~torchrl_mt.view.check_run` and
@@ -60,11 +69,11 @@ class RunLog:
 
     Examples:
         >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with RunLog(folder, loggers=(), config={"lr": 1e-5}) as log:
-        ...     log(0, {"time": {"engine": 0.5}, "name": "left out"}, grad_norm=torch.tensor(2.0))
-        >>> read_run(folder).rows
-        {0: {'time/engine': 0.5, 'grad_norm': 2.0}}
+        >>> with RunLog(tempfile.mkdtemp(), loggers=(), config={"lr": 1e-5}) as log:
+        ...     log(0, {"time": {"engine": 0.5}, "name": "left out"}, grad_norm=2.0)
+        >>> line = json.loads((log.folder / "metrics.jsonl").read_text())
+        >>> line["step"], line["time/engine"], line["grad_norm"]
+        (0, 0.5, 2.0)
     """
 
     def __init__(
@@ -88,22 +97,26 @@ class RunLog:
                 check_choice("loggers", each, _LOGGERS)
             elif not hasattr(each, "log_metrics"):
                 raise TypeError(f"loggers must be names or TorchRL's loggers, got {each!r}.")
-        facts, self._first, done = self._facts(None if config is None else _config(config))
-        self._session = len(facts["sessions"])
+        if config is not None and not isinstance(config := _plain(config), dict):
+            raise TypeError(f"config must be a mapping or a dataclass, got {config!r}.")
+        is_new = not (self.folder / FACTS).exists()
+        before = Run(self.folder, {}, {}) if is_new else read_run(self.folder)
+        facts = _facts(before.facts, config)
+        self._session, self._zero = len(facts["sessions"]), 0 in before.rows
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._own: dict[str, Logger] = {}
         self._loggers: list[Any] = [each for each in loggers if not isinstance(each, str)]
+        self._own: dict[str, Logger] = {}
         for name in (each for each in loggers if isinstance(each, str)):
             try:
-                self._own[name] = _logger(name, self.folder, facts)
+                self._own[name] = _logger(name, self.folder.resolve(), facts)
             except ImportError as error:
                 raise ImportError(f"the logger {name!r} needs it: pip install {name}.") from error
         self._loggers += self._own.values()
         replace_file(self.folder / FACTS, json.dumps(facts, indent=1).encode())
         self._bar = None
         if sys.stderr.isatty() if progress is None else progress:
-            name = self.folder.resolve().name
-            self._bar = tqdm(total=total_steps, unit="step", desc=name, initial=done)
+            done = max(before.rows, default=0) + self._zero
+            self._bar = tqdm(total=total_steps, unit="step", desc=self.folder.name, initial=done)
         self._closed = False
 
     def __call__(self, step: int, *dicts: Any, **numbers: Any) -> None:
@@ -122,31 +135,28 @@ class RunLog:
             ValueError: if ``step`` is negative, a name is ``"step"``, ``"session"`` or ``"time"``, or
                 the log is closed.
         """
-        step = _checked_step(step)
+        _check_step(step)
         if self._closed:
             raise ValueError(f"the log of {self.folder} is closed: make a new RunLog to go on.")
         found: dict[str, Any] = {}
         for each in (*dicts, numbers):
             if not isinstance(each, (Mapping, TensorDictBase)):
-                hint = ": call it" if callable(each) else ""
-                raise TypeError(
-                    f"dicts must be dicts or TensorDicts, got {type(each).__name__}{hint}."
-                )
-            found.update(_numbers(each))
-        for name in RESERVED:
-            if name in found:
-                raise ValueError(
-                    f"no number may be named {name!r}, which each line has: rename it."
-                )
+                came = f"{type(each).__name__}{': call it' if callable(each) else ''}"
+                raise TypeError(f"dicts must be dicts or TensorDicts, got {came}.")
+            found.update(flat_numbers(each))
+        if taken := found.keys() & {*RESERVED}:
+            raise ValueError(
+                f"no number may be named {min(taken)!r}: each line has that. Rename it."
+            )
         line = {"step": step, "session": self._session, "time": time.time(), **found}
         append_lines(self.folder / METRICS, [to_line(line)])
         safe = {_safe(name): float(value) for name, value in found.items()}
         for logger in self._loggers:
             logger.log_metrics(safe, step=step)
-        self._first = step if self._first is None else self._first
+        self._zero |= step == 0
         if self._bar is not None:
             self._bar.set_postfix(_summary(found), refresh=False)
-            self._bar.n = step + (self._first == 0)
+            self._bar.n = step + self._zero
             self._bar.refresh()
 
     def episodes(self, step: int, source: Any, tokenizer: Any = None) -> Path | None:
@@ -160,14 +170,13 @@ class RunLog:
         Returns:
             The path of ``episodes/<step>.html``, or ``None``.
         """
-        if _checked_step(step) % self.episodes_every:
+        _check_step(step)
+        if step % self.episodes_every:
             return None
         from torchrl_mt.view.report import write_report
 
         path = self.folder / EPISODES / f"{step}.html"
-        path.parent.mkdir(exist_ok=True)
-        write_report(source, path, tokenizer=tokenizer)
-        return path
+        return write_report(source, path, tokenizer=tokenizer)
 
     def close(self) -> None:
         """Close the bar and the loggers that were given by name; closing again does nothing."""
@@ -190,64 +199,38 @@ class RunLog:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _facts(self, config: Any) -> tuple[dict[str, Any], int | None, int]:
-        """What ``run.json`` is to hold, the run's first step, and how many steps are done."""
-        before: Mapping[str, Any] = {}
-        steps: list[int] = []
-        if (self.folder / FACTS).exists():
-            run = read_run(self.folder)
-            before, steps = run.facts, run.steps.tolist()
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        session = {
-            "started": now,
-            "command": list(sys.orig_argv),
-            "versions": versions(),
-            "devices": devices(),
-        }
-        facts = {
-            "id": before.get("id", uuid4().hex[:12]),
-            "started": before.get("started", now),
-            "config": before.get("config") if config is None else config,
-            "sessions": [*before.get("sessions", []), session],
-        }
-        return facts, min(steps, default=None), max(steps) + (0 in steps) if steps else 0
+
+def _facts(before: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """What ``run.json`` is to hold, after what it held."""
+    session = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.orig_argv,
+        "versions": versions(),
+        "devices": devices(),
+    }
+    return {
+        "id": before.get("id", uuid4().hex[:12]),
+        "config": before.get("config") if config is None else to_json(config),
+        "sessions": [*before.get("sessions", []), session],
+    }
 
 
 def _logger(name: str, folder: Path, facts: Mapping[str, Any]) -> Logger:
     """One of TorchRL's loggers, which writes into the folder."""
     if name == "mlflow":
         # get_logger's file store is refused by MLflow since 3.10.
-        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
-        artifacts = (folder.resolve() / "mlflow").as_uri() if store.startswith("sqlite:") else None
-        return MLFlowLogger(folder.resolve().name, store, artifact_location=artifacts)
-    if name == "wandb":
-        options = {"id": facts["id"], "project": os.environ.get("WANDB_PROJECT", "torchrl_mt")}
-        logger = get_logger(name, str(folder), folder.resolve().name, wandb_kwargs=options)
-        if facts["config"]:
-            logger.log_hparams(facts["config"])
-        return logger
-    return get_logger(name, str(folder), name)
+        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+        artifacts = (folder / "mlflow").as_uri() if store.startswith("sqlite:") else None
+        return MLFlowLogger(folder.name, store, artifact_location=artifacts)
+    project = os.environ.get("WANDB_PROJECT", "torchrl_mt")
+    options = {"id": facts["id"], "project": project, "config": facts["config"]}
+    title = folder.name if name == "wandb" else name
+    return get_logger(name, str(folder), title, wandb_kwargs=options)
 
 
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, Integral):
-        raise TypeError(f"step must be an integer, got {step!r}.")
-    if step < 0:
-        raise ValueError(f"step must be 0 or more, got {step}.")
-    return int(step)
-
-
-def _numbers(given: Any, prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """The numbers of a nested dict, with their joined names."""
-    for key, value in given.items():
-        name = prefix + "/".join(map(str, key if isinstance(key, tuple) else (key,)))
-        if isinstance(value, (Mapping, TensorDictBase)):
-            yield from _numbers(value, f"{name}/")
-            continue
-        if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
-            value = value.item()
-        if isinstance(value, Real):
-            yield name, int(value) if isinstance(value, Integral) else float(value)
+def _check_step(step: Any) -> None:
+    check_integer("step", step)
+    check_at_least("step", step, 0)
 
 
 def _safe(name: str) -> str:
@@ -256,21 +239,12 @@ def _safe(name: str) -> str:
     return "/".join(part for part in parts if part.strip(".")) or "_"
 
 
-def _config(given: Any) -> Any:
-    """A config as JSON."""
-    if not isinstance(given, (Mapping, Namespace)) and not _is_record(given):
-        raise TypeError(
-            f"config must be a mapping, a dataclass or a namespace, got {type(given).__name__}."
-        )
-    return to_json(_plain(given))
-
-
 def _plain(value: Any) -> Any:
     """Dataclasses, namespaces and paths within a config, as dicts and strings."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if _is_record(value):
+    if is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in fields(value)}
+    elif isinstance(value, Namespace):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -278,21 +252,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
 
-def _is_record(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
-
-
-def _summary(found: Mapping[str, float]) -> dict[str, str]:
+def _summary(found: Mapping[str, float]) -> dict[str, Any]:
     """What the bar shows beside the steps."""
-    shown = {}
-    rewards = [name for name in found if re.fullmatch(r"reward(/[^/]+/mean)?", name)]
-    if rewards:
-        shown["reward"] = f"{found[min(rewards)]:.3g}"
-    if "tokens_per_second" in found:
-        shown["tokens/s"] = f"{found['tokens_per_second']:.0f}"
+    rewards = [name for name in sorted(found) if re.fullmatch(r"reward(/[^/]+/mean)?", name)]
     ended = found.get("accepted", 0) + found.get("rejected", 0)
-    if ended and "rejected" in found:
-        shown["rejected"] = f"{found['rejected'] / ended:.0%}"
-    if "staleness/mean" in found:
-        shown["staleness"] = f"{found['staleness/mean']:.1f}"
-    return shown
+    shown = {
+        "reward": found[rewards[0]] if rewards else None,
+        "tokens/s": found.get("tokens_per_second"),
+        "rejected": f"{found.get('rejected', 0) / ended:.0%}" if ended else None,
+        "staleness": found.get("staleness/mean"),
+    }
+    return {name: value for name, value in shown.items() if value is not None}

@@ -31,7 +31,6 @@ function chart(spec, runs) {
   const W = 340, H = 170, L = 52, R = 8, T = 8, B = 20, many = runs.length > 1;
   const curves = spec.curves.map((c) => ({
     ...c, points: c.points.map(([x, y]) => [x, Number(y)]), // "NaN" and "Infinity" are text in JSON
-    label: many ? `${runs[c.run].name}: ${c.label}` : c.label,
     colour: `var(--c${(many ? c.run : c.nth) % 8})`, dash: many ? DASHES[c.nth % 4] : "",
   }));
   const points = curves.flatMap((c) => c.points), finite = points.filter((p) => Number.isFinite(p[1]));
