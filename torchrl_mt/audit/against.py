@@ -1,0 +1,123 @@
+"""The checks of rows against what was sampled.
+
+Tokens are compared by what the sampler saw before them, however rows hold them: every sampled token is
+trained exactly once, in any row of its episode. Where a row drifts from what was sampled, nothing can be
+said of what follows, and nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from torchrl_mt.audit.prefixes import ends_of, keys_of, mix, nth, spread
+from torchrl_mt.audit.report import Finding, finding, not_checked
+from torchrl_mt.audit.rows import Rows
+from torchrl_mt.chat.encoding import decode
+
+__all__ = ["checks_against", "not_against"]
+
+
+def not_against() -> Iterator[Finding]:
+    """What is not checked without the sampler."""
+    for check in ("never trained", "never sampled", "left out", "retokenised"):
+        yield not_checked(check, "there is no `sampled`")
+    for value in ("log-probs", "versions"):
+        yield not_checked(f"{value} as sampled", "there is no `sampled`")
+
+
+def checks_against(
+    rows: Rows, sampled: Rows, tokenizer: Any, tolerance: float
+) -> Iterator[Finding]:
+    """Compare rows with what was sampled.
+
+    A row is of the sampler's episode with its id. If no id fits, or there are none, the longest common
+    beginning tells.
+    """
+    none = np.zeros(0, np.int64)
+    ids, other_ids = (none if each.episode is None else each.episode for each in (rows, sampled))
+    by = ("episode",) * bool(np.isin(ids, other_ids).any())
+    mine, theirs = keys_of(rows, *by), keys_of(sampled, *by)
+
+    # A row drifts at its first token that no row of the sampler has there, unless one ends there.
+    inside, before = rows.token > 0, np.append(np.uint64(0), mine[:-1])
+    known, ended = np.isin(before, theirs), np.isin(before, theirs[ends_of(sampled)])
+    drift = ~np.isin(mine, theirs) & (~inside | known & ~ended)
+    branch = np.isin(theirs, before[drift & inside])
+
+    # Of tokens alike, which is which: those of whole rows first, then by value.
+    order_of = {"version": -1, "log_prob": 1}
+    both = [name for name in order_of if all(getattr(x, name) is not None for x in (rows, sampled))]
+    values = {name: order_of[name] for name in both}
+
+    def uses(each: Rows, keys: np.ndarray, other: np.ndarray, at: np.ndarray) -> np.ndarray:
+        whole = np.zeros(len(each.stray), bool)
+        whole[each.row[ends_of(each)]] = np.isin(keys[ends_of(each)], other)
+        order = [getattr(each, name)[at] * sign for name, sign in values.items()]
+        return mix(
+            keys[at], nth(mix(keys, each.of_tokens("copy"))[at], ~whole[each.row[at]], *order)
+        )
+
+    my = np.flatnonzero(rows.trained & ~drift & ~_after(drift, rows))
+    their = np.flatnonzero(sampled.trained)
+    my_use, their_use = uses(rows, mine, theirs, my), uses(sampled, theirs, mine, their)
+    was_sampled, is_trained = np.isin(mine[my], theirs[their]), np.isin(their_use, my_use)
+    again = spread(rows, my[was_sampled & ~np.isin(my_use, their_use)])
+    missing = spread(sampled, their[~is_trained]) & ~_after(branch, sampled)
+    unit = sampled.row if sampled.episode is None else sampled.of_tokens("episode")
+    there = ends_of(sampled) & np.isin(theirs, mine) | branch | spread(sampled, their[is_trained])
+    if by:
+        there |= np.isin(unit, ids)
+    came = np.isin(unit, unit[there])
+    yield finding("trained once", rows, again, "tokens that another row trains as well")
+    text = "sampled tokens that no row trains; the row is of `sampled`"
+    yield finding("never trained", sampled, missing & came, text)
+    wrong = spread(rows, my[~was_sampled])
+    yield finding("never sampled", rows, wrong, "trained tokens that the policy did not sample")
+    text = "sampled tokens of episodes without any row; the row is of `sampled`"
+    yield finding("left out", sampled, missing & ~came, text, ok=None)
+    text = "rows whose tokens differ from those seen and sampled"
+    if drift.any():
+        k = int(drift.argmax())
+        place = int((theirs == before[k]).argmax()) + 1 if inside[k] else None
+        text += f", the first {_beside(rows, k, sampled, place, tokenizer)}"
+    yield finding("retokenised", rows, drift, text)
+
+    by_use = np.argsort(their_use)
+    found = by_use[np.searchsorted(their_use[by_use], my_use).clip(max=len(by_use) - 1)]
+    same = their_use[found] == my_use
+    pair = my[same], their[found[same]]
+    for name, check in (("log_prob", "log-probs as sampled"), ("version", "versions as sampled")):
+        if name not in values:
+            yield not_checked(check, "rows and `sampled` do not both have them")
+            continue
+        one, other = (
+            getattr(each, name)[at] for each, at in zip((rows, sampled), pair, strict=True)
+        )
+        limit = tolerance if name == "log_prob" else 0.0
+        off = pair[0][~np.isclose(one, other, rtol=0, atol=limit, equal_nan=True)]
+        yield finding(
+            check, rows, spread(rows, off), f"trained tokens that differ by more than {limit:g}"
+        )
+
+
+def _after(flags: np.ndarray, rows: Rows) -> np.ndarray:
+    """Whether a token of the row before this one is flagged, ``[M]`` bool."""
+    before = flags.cumsum() - flags
+    begins = rows.token == 0
+    return before > before[begins][begins.cumsum() - 1]
+
+
+def _beside(rows: Rows, k: int, sampled: Rows, place: int | None, tokenizer: Any) -> str:
+    """What stands at token ``k`` and what was seen or sampled there."""
+    mine = _shown(rows.id[k : k + 4], tokenizer)
+    if place is None:
+        return f"in {mine} at its beginning"
+    verb = "sampled" if sampled.trained[place] else "given"
+    return f"in {mine} where {_shown(sampled.id[place : place + 4], tokenizer)} was {verb}"
+
+
+def _shown(ids: np.ndarray, tokenizer: Any) -> str:
+    return str(ids.tolist()) if tokenizer is None else repr(decode(tokenizer, ids.tolist()))
