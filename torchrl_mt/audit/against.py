@@ -41,28 +41,34 @@ def checks_against(
     by = ("episode",) * bool(np.isin(ids, other_ids).any())
     mine, theirs = keys_of(rows, *by), keys_of(sampled, *by)
 
-    # A row drifts at its first token that no row of the sampler has there, unless one ends there.
-    inside, before = rows.token > 0, np.append(np.uint64(0), mine[:-1])
-    known, ended = np.isin(before, theirs), np.isin(before, theirs[ends_of(sampled)])
-    drift = ~np.isin(mine, theirs) & (~inside | known & ~ended)
+    # A row drifts at its first token that no row of the sampler has there, though one goes on.
+    inside, before, goes_on = rows.token > 0, np.append(np.uint64(0), mine[:-1]), ~ends_of(sampled)
+    drift = ~np.isin(mine, theirs) & (~inside | np.isin(before, theirs[goes_on]))
     branch = np.isin(theirs, before[drift & inside])
 
-    # Of tokens alike, which is which: those of whole rows first, then by value.
-    order_of = {"version": -1, "log_prob": 1}
-    both = [name for name in order_of if all(getattr(x, name) is not None for x in (rows, sampled))]
-    values = {name: order_of[name] for name in both}
+    # Of tokens alike, which is which: those that the very same row has, then by value.
+    order = {"version": -1, "log_prob": 1}
+    for name in [*order]:
+        if getattr(rows, name) is None or getattr(sampled, name) is None:
+            del order[name]
+    places, other_places = (
+        mix(keys[ends_of(each)][(each.token == 0).cumsum() - 1], each.token)
+        for each, keys in ((rows, mine), (sampled, theirs))
+    )
 
-    def uses(each: Rows, keys: np.ndarray, other: np.ndarray, at: np.ndarray) -> np.ndarray:
-        whole = np.zeros(len(each.stray), bool)
-        whole[each.row[ends_of(each)]] = np.isin(keys[ends_of(each)], other)
-        order = [getattr(each, name)[at] * sign for name, sign in values.items()]
-        return mix(
-            keys[at], nth(mix(keys, each.of_tokens("copy"))[at], ~whole[each.row[at]], *order)
-        )
+    def uses(each: Rows, keys: np.ndarray, elsewhere: np.ndarray, at: np.ndarray) -> np.ndarray:
+        alike = mix(keys, each.of_tokens("copy"))[at] if by else keys[at]
+        values = [np.nan_to_num(getattr(each, name)[at]) * sign for name, sign in order.items()]
+        same = alike
+        for value in values:
+            same = mix(same, np.round(100 * value))
+        # Of each value one, before a second one: what is there twice comes last.
+        return mix(keys[at], nth(alike, elsewhere[at], nth(same, elsewhere[at]), *values))
 
     my = np.flatnonzero(rows.trained & ~drift & ~_after(drift, rows))
     their = np.flatnonzero(sampled.trained)
-    my_use, their_use = uses(rows, mine, theirs, my), uses(sampled, theirs, mine, their)
+    my_use = uses(rows, mine, ~np.isin(places, other_places[their]), my)
+    their_use = uses(sampled, theirs, ~np.isin(other_places, places[my]), their)
     was_sampled, is_trained = np.isin(mine[my], theirs[their]), np.isin(their_use, my_use)
     again = spread(rows, my[was_sampled & ~np.isin(my_use, their_use)])
     missing = spread(sampled, their[~is_trained]) & ~_after(branch, sampled)
@@ -81,7 +87,7 @@ def checks_against(
     text = "rows whose tokens differ from those seen and sampled"
     if drift.any():
         k = int(drift.argmax())
-        place = int((theirs == before[k]).argmax()) + 1 if inside[k] else None
+        place = int((goes_on & (theirs == before[k])).argmax()) + 1 if inside[k] else None
         text += f", the first {_beside(rows, k, sampled, place, tokenizer)}"
     yield finding("retokenised", rows, drift, text)
 
@@ -90,7 +96,7 @@ def checks_against(
     same = their_use[found] == my_use
     pair = my[same], their[found[same]]
     for name, check in (("log_prob", "log-probs as sampled"), ("version", "versions as sampled")):
-        if name not in values:
+        if name not in order:
             yield not_checked(check, "rows and `sampled` do not both have them")
             continue
         one, other = (
