@@ -326,15 +326,26 @@ def test_a_model_recomputes_what_it_sampled(model, tokenizer):
     found = named(audit_rows(rows, model=model))["recomputed"]
     assert not found.ok
     assert found.count > 0
+    with pytest.raises(ValueError, match="model must know all tokens, got 99"):
+        audit_rows({**trl(rows), "prompt_ids": torch.full((len(rows), 1), NEW)}, model=model)
     rows["sampling", "temperature"][0] = torch.nan
     assert "several temperatures" in str(named(audit_rows(rows, model=model))["recomputed"])
+
+
+def test_rows_of_nothing_are_no_error():
+    nothing = Episode(None, 0, 4, [Turn([1], Completion([], [], [], "stop"))], StopReason.DONE)
+    rows = trl(rows_of([nothing]))
+    assert failed(audit_rows(rows, [*records_of([nothing])])) == {"masks"}
+    for key in ("prompt_mask", "completion_mask"):
+        rows[key] = torch.zeros_like(rows[key])
+    assert failed(audit_rows(rows, rows)) == {"masks"}
 
 
 @pytest.mark.parametrize(
     ("rows", "error", "match"),
     [
         (3, TypeError, "rows must be a path.*got int"),
-        ("/nowhere", FileNotFoundError, "/nowhere"),
+        ("/nowhere", FileNotFoundError, "rows: .*/nowhere"),
         ({"prompt_ids": torch.ones(1, 1)}, ValueError, "rows must have 'completion_ids'.*NoneType"),
         (
             {"input_ids": torch.ones(1, 2), "responses": torch.zeros(1, 1)},

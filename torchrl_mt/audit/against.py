@@ -42,15 +42,17 @@ def checks_against(
     mine, theirs = keys_of(rows, *by), keys_of(sampled, *by)
 
     # A row drifts at its first token that no row of the sampler has there, though one goes on.
-    inside, before, goes_on = rows.token > 0, np.append(np.uint64(0), mine[:-1]), ~ends_of(sampled)
+    inside, goes_on = rows.token > 0, ~ends_of(sampled)
+    before = np.append(np.uint64(0), mine)[:-1]
     drift = ~np.isin(mine, theirs) & (~inside | np.isin(before, theirs[goes_on]))
     branch = np.isin(theirs, before[drift & inside])
 
     # Of tokens alike, which is which: those that the very same row has, then by value.
-    order = {"version": -1, "log_prob": 1}
-    for name in [*order]:
-        if getattr(rows, name) is None or getattr(sampled, name) is None:
-            del order[name]
+    order = {
+        name: sign
+        for name, sign in (("version", -1), ("log_prob", 1))
+        if getattr(rows, name) is not None and getattr(sampled, name) is not None
+    }
     places, other_places = (
         mix(keys[ends_of(each)][(each.token == 0).cumsum() - 1], each.token)
         for each, keys in ((rows, mine), (sampled, theirs))
@@ -73,10 +75,10 @@ def checks_against(
     again = spread(rows, my[was_sampled & ~np.isin(my_use, their_use)])
     missing = spread(sampled, their[~is_trained]) & ~_after(branch, sampled)
     unit = sampled.row if sampled.episode is None else sampled.of_tokens("episode")
-    there = ends_of(sampled) & np.isin(theirs, mine) | branch | spread(sampled, their[is_trained])
+    found = ends_of(sampled) & np.isin(theirs, mine) | branch | spread(sampled, their[is_trained])
     if by:
-        there |= np.isin(unit, ids)
-    came = np.isin(unit, unit[there])
+        found |= np.isin(unit, ids)
+    came = np.isin(unit, unit[found])
     yield finding("trained once", rows, again, "tokens that another row trains as well")
     text = "sampled tokens that no row trains; the row is of `sampled`"
     yield finding("never trained", sampled, missing & came, text)
@@ -91,22 +93,23 @@ def checks_against(
         text += f", the first {_beside(rows, k, sampled, place, tokenizer)}"
     yield finding("retokenised", rows, drift, text)
 
-    by_use = np.argsort(their_use)
-    found = by_use[np.searchsorted(their_use[by_use], my_use).clip(max=len(by_use) - 1)]
-    same = their_use[found] == my_use
-    pair = my[same], their[found[same]]
-    for name, check in (("log_prob", "log-probs as sampled"), ("version", "versions as sampled")):
-        if name not in order:
-            yield not_checked(check, "rows and `sampled` do not both have them")
-            continue
-        one, other = (
-            getattr(each, name)[at] for each, at in zip((rows, sampled), pair, strict=True)
-        )
-        limit = tolerance if name == "log_prob" else 0.0
-        off = pair[0][~np.isclose(one, other, rtol=0, atol=limit, equal_nan=True)]
-        yield finding(
-            check, rows, spread(rows, off), f"trained tokens that differ by more than {limit:g}"
-        )
+    here, there = np.isin(my_use, their_use), np.argsort(their_use)
+    pair = my[here], their[there[np.searchsorted(their_use[there], my_use[here])]]
+    yield _as_sampled(
+        "log-probs as sampled", rows.log_prob, sampled.log_prob, rows, pair, tolerance
+    )
+    yield _as_sampled("versions as sampled", rows.version, sampled.version, rows, pair, 0.0)
+
+
+def _as_sampled(
+    check: str, mine: Any, theirs: Any, rows: Rows, pair: tuple[Any, Any], limit: float
+) -> Finding:
+    """Values of trained tokens are those of the sampler, at pairs of places."""
+    if mine is None or theirs is None:
+        return not_checked(check, "rows and `sampled` do not both have them")
+    same = np.isclose(mine[pair[0]], theirs[pair[1]], rtol=0, atol=limit, equal_nan=True)
+    text = f"trained tokens that differ by more than {limit:g}"
+    return finding(check, rows, spread(rows, pair[0][~same]), text)
 
 
 def _after(flags: np.ndarray, rows: Rows) -> np.ndarray:

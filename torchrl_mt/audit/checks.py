@@ -77,6 +77,9 @@ def recomputed(rows: Rows, model: nn.Module | None, tolerance: float) -> Finding
         return not_checked(check, "rows have no log-probabilities")
     if len(temperature) > 1 or not temperature[0] > 0:
         return not_checked(check, "rows have several temperatures, or images")
+    size = getattr(getattr(model, "config", None), "vocab_size", np.inf)
+    if rows.id.max() >= size:
+        raise ValueError(f"model must know all tokens, got {rows.id.max()} for its {size} tokens.")
     shape, at = (len(rows.stray), rows.token.max() + 1), (rows.row, rows.token)
     inputs = [torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.bool)]
     for table, values in zip(inputs, (rows.id, np.ones_like(scored), scored), strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -74,8 +74,11 @@ def read_rows(source: Any, name: str) -> Rows:
         ValueError: if it cannot be read, or has no rows.
     """
     if isinstance(source, (str, os.PathLike)):
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"{name}: there is nothing at {path}.")
         try:
-            source = _opened(Path(source).expanduser())
+            source = _opened(path)
         except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise ValueError(f"{name}: {source} cannot be read: {error}") from error
     if isinstance(source, ReplayBuffer):
@@ -108,17 +111,13 @@ def _opened(path: Path) -> Any:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] * (path.suffix == ".jsonl")
     for file in files[:1]:
         if '"prompt_len"' in file.read_text(encoding="utf-8").partition("\n")[0]:
-            return [record for file in files for record in _records(file)]
+            texts = [each.read_text(encoding="utf-8").split("\n")[:-1] for each in files]
+            return [
+                json.loads(line) for lines in texts for line in lines
+            ]  # A run may write the last.
     if (path / "meta.json").is_file():
         return TensorDict.load_memmap(path, allow_pickle=False)
     return EpisodeDataset(path)
-
-
-def _records(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8") as lines:
-        yield from (
-            json.loads(line) for line in lines if line.endswith("\n")
-        )  # A run may write on.
 
 
 def _of_record(record: Mapping[str, Any], name: str) -> Rows:
