@@ -48,9 +48,9 @@ def healthy(step: int) -> dict[str, float]:
 
 def check(folder, change=lambda step: {}, config=None) -> dict:
     """Log healthy numbers with changes, where ``None`` removes one; findings by rule."""
-    with RunLog(folder, loggers=(), config=config) as log:
+    with RunLog(folder, loggers=(), config=config) as run:
         for step in range(STEPS):
-            log(step, healthy(step) | change(step))
+            run.log(step, healthy(step) | change(step))
     return {finding.rule: finding for finding in check_run(folder)}
 
 
@@ -128,9 +128,9 @@ def test_a_repaired_fault_is_no_longer_found(tmp_path):
 
 
 def test_without_its_numbers_a_rule_finds_nothing(tmp_path):
-    with RunLog(tmp_path, loggers=()) as log:
+    with RunLog(tmp_path, loggers=()) as run:
         assert check_run(tmp_path) == []
-        log(0, mine=1.0)
+        run.log(0, mine=1.0)
     assert check_run(tmp_path) == []
 
 
@@ -174,10 +174,10 @@ def test_the_package_emits_the_numbers_that_rules_read(tmp_path, tokenizer, mode
     )
     maker = ExperienceMaker(model, ref=model, advantage="grpo", old_log_probs="actor")
     loss_module = MultiTurnLoss(model, objective="ppo", correction="token_tis")
-    with RunLog(tmp_path, loggers=()) as log:
+    with RunLog(tmp_path, loggers=()) as run:
         for step, rows in enumerate(collector):
             losses = loss_module(maker(rows))
-            log(step, collector.stats(), maker.metrics, losses)
+            run.log(step, collector.stats(), maker.metrics, losses)
             collector.update_policy_weights_(model)
     found = {finding.rule: finding for finding in check_run(tmp_path)}
     # A comparison over time needs more steps.

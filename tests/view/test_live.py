@@ -13,15 +13,15 @@ from torchrl_mt.view.live import RunServer
 
 
 @pytest.fixture
-def log(tmp_path):
-    with RunLog(tmp_path / "run", loggers=()) as log:
-        log(0, reward=0.5)
-        yield log
+def run(tmp_path):
+    with RunLog(tmp_path / "run", loggers=()) as run:
+        run.log(0, reward=0.5)
+        yield run
 
 
 @pytest.fixture
-def server(log):
-    with RunServer(log.folder) as server:
+def server(run):
+    with RunServer(run.folder) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
@@ -36,20 +36,20 @@ def get(server, path, host="127.0.0.1"):
     return answer.status, answer.read().decode()
 
 
-def test_the_page_follows_the_run(server, log):
+def test_the_page_follows_the_run(server, run):
     status, page = get(server, "/")
     assert status == 200
     assert '"live": true' in page
     for step in (1, 2):
-        log(step, reward=float(step))
+        run.log(step, reward=float(step))
         status, text = get(server, "/metrics")
         points = json.loads(text)["charts"][0]["curves"][0]["points"]
         assert status == 200
         assert points[-1] == [step, step]
 
 
-def test_only_pages_of_episodes_are_served(server, log, tmp_path):
-    pages = log.folder / "episodes"
+def test_only_pages_of_episodes_are_served(server, run, tmp_path):
+    pages = run.folder / "episodes"
     pages.mkdir()
     (pages / "10.html").write_text("ten")
     (pages / "10.txt").write_text("text")
@@ -98,9 +98,9 @@ def test_other_names_of_the_host_are_refused(server, host, status):
     ("options", "said"),
     [({"host": "0.0.0.0"}, "host must be"), ({"host": "x.org"}, "ssh -L"), ({"port": -1}, "port")],
 )
-def test_bad_arguments_are_named(log, options, said):
+def test_bad_arguments_are_named(run, options, said):
     with pytest.raises(ValueError, match=said):
-        RunServer(log.folder, **options)
+        RunServer(run.folder, **options)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

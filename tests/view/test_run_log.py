@@ -27,16 +27,16 @@ NUMBERS = st.integers(-(2**40), 2**40) | st.floats(width=64) | st.booleans()
 NAMES = st.text(min_size=1, max_size=8).filter(lambda name: name not in ("step", "session", "time"))
 
 
-def rows(log: RunLog) -> dict:
-    return {step: dict(row) for step, row in read_run(log.folder).rows.items()}
+def rows(run: RunLog) -> dict:
+    return {step: dict(row) for step, row in read_run(run.folder).rows.items()}
 
 
 @given(st.dictionaries(st.integers(0, 50), st.dictionaries(NAMES, NUMBERS)))
 def test_every_number_reads_back(tmp_path_factory, given_rows):
-    with RunLog(tmp_path_factory.mktemp("run"), loggers=()) as log:
+    with RunLog(tmp_path_factory.mktemp("run"), loggers=()) as run:
         for step, numbers in given_rows.items():
-            log(step, numbers)
-    found = rows(log)
+            run.log(step, numbers)
+    found = rows(run)
     assert list(found) == sorted(given_rows)
     for step, numbers in given_rows.items():
         assert found[step].keys() == numbers.keys()
@@ -49,25 +49,25 @@ def test_what_is_no_number_is_left_out(tmp_path):
         {"loss": torch.tensor(0.5, requires_grad=True), "in": {"kl": torch.ones(())}}
     )
     losses["text"] = NonTensorData("hello")
-    with RunLog(tmp_path, loggers=()) as log:
-        log(3, losses, {"a": "text", "b": np.arange(2), "c": None, "d": torch.ones(1), "e": 1j})
-        log(4, {"a": {"b": np.float32(2)}, ("c", "d"): True}, e=torch.tensor(7))
-    assert rows(log) == {3: {"loss": 0.5, "in/kl": 1.0}, 4: {"a/b": 2.0, "c/d": 1.0, "e": 7.0}}
+    with RunLog(tmp_path, loggers=()) as run:
+        run.log(3, losses, {"a": "text", "b": np.arange(2), "c": None, "d": torch.ones(1), "e": 1j})
+        run.log(4, {"a": {"b": np.float32(2)}, ("c", "d"): True}, e=torch.tensor(7))
+    assert rows(run) == {3: {"loss": 0.5, "in/kl": 1.0}, 4: {"a/b": 2.0, "c/d": 1.0, "e": 7.0}}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_second_log_goes_on_and_replaces_steps(tmp_path):
-    with RunLog(tmp_path, config={"lr": 1}, loggers=()) as log:
+    with RunLog(tmp_path, config={"lr": 1}, loggers=()) as run:
         for step in range(4):
-            log(step, a=step, b=0)
-        log(3, evaluation=1.0)
+            run.log(step, a=step, b=0)
+        run.log(3, evaluation=1.0)
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 4, "sess')  # of a writer that was killed
-    assert rows(log)[3] == {"a": 3, "b": 0, "evaluation": 1}
-    with RunLog(tmp_path, loggers=()) as log:
-        log(3, a=30)
-        log(4, a=40)
-    found = rows(log)
+    assert rows(run)[3] == {"a": 3, "b": 0, "evaluation": 1}
+    with RunLog(tmp_path, loggers=()) as run:
+        run.log(3, a=30)
+        run.log(4, a=40)
+    found = rows(run)
     assert found[2] == {"a": 2, "b": 0}
     assert (found[3], found[4]) == ({"a": 30}, {"a": 40})
     facts = read_run(tmp_path).facts
@@ -94,8 +94,8 @@ def test_config_becomes_json(tmp_path, config):
 
 def test_csv_and_own_loggers_get_the_numbers(tmp_path):
     own = CSVLogger("own", str(tmp_path))
-    with RunLog(tmp_path / "run", ["csv", own]) as log:
-        log(5, {"reward/../../../x": 1, "a/b": 2, "a:/c": math.nan})
+    with RunLog(tmp_path / "run", ["csv", own]) as run:
+        run.log(5, {"reward/../../../x": 1, "a/b": 2, "a:/c": math.nan})
     for folder in (tmp_path / "own", tmp_path / "run" / "csv"):
         assert (folder / "scalars" / "a" / "b.csv").read_text() == "5,2.0\n"
         assert (folder / "scalars" / "reward" / "x.csv").read_text() == "5,1.0\n"
@@ -108,8 +108,8 @@ def test_other_loggers_write_into_the_folder(tmp_path, monkeypatch, kind, librar
     pytest.importorskip(library)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for step in range(2):  # the second goes on
-        with RunLog(tmp_path, [kind], config={"lr": 1}) as log:
-            log(step, {"rejected/Time<out>": 2}, loss=math.nan)
+        with RunLog(tmp_path, [kind], config={"lr": 1}) as run:
+            run.log(step, {"rejected/Time<out>": 2}, loss=math.nan)
     where = {"tensorboard": "tensorboard/*", "mlflow": "mlflow.db", "wandb": "wandb/offline-run-*"}
     assert list(tmp_path.glob(where[kind]))
     if kind == "tensorboard":
@@ -142,8 +142,8 @@ def test_pages_of_episodes(tmp_path, monkeypatch):
 
     report.write_report = write_report
     monkeypatch.setitem(sys.modules, "torchrl_mt.view.report", report)
-    with RunLog(tmp_path, loggers=(), episodes_every=3) as log:
-        written = [log.episodes(step, f"batch {step}", "tokens") for step in range(5)]
+    with RunLog(tmp_path, loggers=(), episodes_every=3) as run:
+        written = [run.episodes(step, f"batch {step}", "tokens") for step in range(5)]
     assert [path and path.read_text() for path in written] == [
         "batch 0 tokens",
         None,
@@ -155,11 +155,13 @@ def test_pages_of_episodes(tmp_path, monkeypatch):
 
 
 def test_the_bar_shows_what_there_is(tmp_path, capsys):
-    with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as log:
-        log(0, {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99})
-        log(1, {"staleness/mean": 1})
-    with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as log:
-        log(2)
+    with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
+        run.log(
+            0, {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99}
+        )
+        run.log(1, {"staleness/mean": 1})
+    with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
+        run.log(2)
     shown = capsys.readouterr().err
     for part in ("1/4", "reward=0.25", "rejected=25%", "tokens/s=99", "staleness=1", "3/4"):
         assert part in shown
@@ -176,10 +178,10 @@ def test_the_bar_shows_what_there_is(tmp_path, capsys):
         (lambda p: RunLog(p, config=3), TypeError, "config must be a mapping.*got 3"),
         (lambda p: RunLog(p, episodes_every=0), ValueError, "episodes_every must be"),
         (lambda p: RunLog(p, total_steps=-1), ValueError, "total_steps must be"),
-        (lambda p: RunLog(p)(1.5), TypeError, "step must be an int, got 1.5"),
-        (lambda p: RunLog(p)(-1), ValueError, "step must be at least 0"),
-        (lambda p: RunLog(p)(1, len), TypeError, "dicts must be dicts.*call it"),
-        (lambda p: RunLog(p)(1, {"time": 3}), ValueError, "'time'"),
+        (lambda p: RunLog(p).log(1.5), TypeError, "step must be an int, got 1.5"),
+        (lambda p: RunLog(p).log(-1), ValueError, "step must be at least 0"),
+        (lambda p: RunLog(p).log(1, len), TypeError, "dicts must be dicts.*call it"),
+        (lambda p: RunLog(p).log(1, {"time": 3}), ValueError, "'time'"),
         (lambda p: read_run(p / "no"), FileNotFoundError, "folder must be that of a RunLog"),
         (lambda p: plot_run(), TypeError, "folders must be"),
     ],
@@ -191,12 +193,12 @@ def test_bad_arguments_are_named(tmp_path, make, error, said):
 
 
 def test_damage_names_the_line_and_a_closed_log_refuses(tmp_path):
-    log = RunLog(tmp_path, loggers=())
-    log(0, a=1)
-    log.close()
-    log.close()
+    run = RunLog(tmp_path, loggers=())
+    run.log(0, a=1)
+    run.close()
+    run.close()
     with pytest.raises(ValueError, match="is closed"):
-        log(1, a=1)
+        run.log(1, a=1)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("nonsense\n")
     with pytest.raises(ValueError, match="damaged at line 2"):
@@ -212,12 +214,12 @@ EVIL = "</script><img src=x onerror=alert(1)>$x$"
 @pytest.fixture
 def runs(tmp_path) -> list[Path]:
     for name in ("a", "b"):
-        with RunLog(tmp_path / name, loggers=(), config={"note": EVIL}) as log:
+        with RunLog(tmp_path / name, loggers=(), config={"note": EVIL}) as run:
             for step in range(2000 if name == "a" else 3):
                 accepted = 8 * (step + 1)
                 stats = {"accepted": accepted, "rejected": accepted / 4, "time": {"engine": 0.5}}
                 stats[f"rejected/{EVIL}"] = accepted / 4
-                log(
+                run.log(
                     step,
                     stats,
                     {"mine": math.nan, f"reward/_{EVIL[9:]}/mean": 999 if step == 777 else 0},

@@ -72,9 +72,9 @@ def check_run(folder: str | os.PathLike[str]) -> list[Finding]:
     Examples:
         >>> import tempfile
         >>> from torchrl_mt.view import RunLog
-        >>> with RunLog(tempfile.mkdtemp(), loggers=()) as log:
-        ...     log(0, loss_objective=float("nan"))
-        >>> for finding in check_run(log.folder):
+        >>> with RunLog(tempfile.mkdtemp(), loggers=()) as run:
+        ...     run.log(0, loss_objective=float("nan"))
+        >>> for finding in check_run(run.folder):
         ...     print(finding.level, finding.rule)
         bad not-finite
     """

@@ -72,10 +72,10 @@ def plot_run(*folders: str | os.PathLike[str], out: str | os.PathLike[str] | Non
     Examples:
         >>> import tempfile
         >>> from torchrl_mt.view import RunLog
-        >>> with RunLog(tempfile.mkdtemp(), loggers=()) as log:
+        >>> with RunLog(tempfile.mkdtemp(), loggers=()) as run:
         ...     for step in range(3):
-        ...         log(step, reward=step / 2)
-        >>> plot_run(log.folder).name
+        ...         run.log(step, reward=step / 2)
+        >>> plot_run(run.folder).name
         'run.html'
     """
     if not folders:

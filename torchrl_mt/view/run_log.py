@@ -44,8 +44,7 @@ _LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
 class RunLog:
     """Write the numbers of a run, step by step: into a folder, TorchRL's loggers and a terminal bar.
 
-    ``log(step, *dicts, **numbers)`` logs a step: ``log(step, collector.stats(), maker.metrics, losses,
-    grad_norm=norm)``. Dicts and TensorDicts may be nested; what is no number is left out.
+    ``run.log(step, collector.stats(), maker.metrics, losses, grad_norm=norm)`` logs a step.
 
     The folder gets ``metrics.jsonl`` (a line per call), ``run.json`` (config, versions, devices, command
     line) and ``episodes/<step>.html``. :func:`~torchrl_mt.view.check_run` and
@@ -69,9 +68,9 @@ class RunLog:
 
     Examples:
         >>> import tempfile
-        >>> with RunLog(tempfile.mkdtemp(), loggers=(), config={"lr": 1e-5}) as log:
-        ...     log(0, {"time": {"engine": 0.5}, "name": "left out"}, grad_norm=2.0)
-        >>> line = json.loads((log.folder / "metrics.jsonl").read_text())
+        >>> with RunLog(tempfile.mkdtemp(), loggers=(), config={"lr": 1e-5}) as run:
+        ...     run.log(0, {"time": {"engine": 0.5}, "name": "left out"}, grad_norm=2.0)
+        >>> line = json.loads((run.folder / "metrics.jsonl").read_text())
         >>> line["step"], line["time/engine"], line["grad_norm"]
         (0, 0.5, 2.0)
     """
@@ -119,7 +118,7 @@ class RunLog:
             self._bar = tqdm(total=total_steps, unit="step", desc=self.folder.name, initial=done)
         self._closed = False
 
-    def __call__(self, step: int, *dicts: Any, **numbers: Any) -> None:
+    def log(self, step: int, *dicts: Any, **numbers: Any) -> None:
         """Log the numbers of a step.
 
         Names of nested dicts are joined by ``/``. What is no number (bools are) is left out. Call this
