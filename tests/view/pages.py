@@ -39,7 +39,7 @@ def episode(number: int, turns: list[dict[str, Any]], **more: Any) -> dict[str, 
     sizes = {"turns": len(turns), "tokens": tokens, "length": tokens, "reward": number / 10}
     unknown = dict.fromkeys(["group", "sample", "task", "rejected"])
     origin = {"stop": "solved", "head": 3, "tail": 4, "source": 0, "eval": False}
-    return {"id": number, "content": turns} | sizes | unknown | origin | more
+    return {"id": number, "key": str(number), "content": turns} | sizes | unknown | origin | more
 
 
 def values(key: str, count: int) -> np.ndarray[Any, Any]:
@@ -67,6 +67,7 @@ def filled(episodes: list[dict[str, Any]], images: str = "") -> str:
     health = [{"level": "watch", "title": "One.", "text": "Two.", "link": "#stop=length"}]
     index = {"title": "A & B", "made": "today", "sources": ["a file"], "health": health}
     index |= {"columns": COLUMNS, "episodes": listed}
+    index |= {"bases": {"episode": 0, "group": 0}, "vocabulary": {}}
     template = (assets / "report.html.j2").read_text(encoding="utf-8")
     return (
         jinja2.Environment(autoescape=True)

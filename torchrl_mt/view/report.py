@@ -7,6 +7,7 @@ import html
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -20,7 +21,7 @@ import numpy as np
 from markupsafe import Markup
 
 from torchrl_mt.json_lines import to_json
-from torchrl_mt.view.episodes import SeenEpisode, join
+from torchrl_mt.view.episodes import SeenEpisode, SeenTurn, join
 from torchrl_mt.view.sources import name_of, read_source
 from torchrl_mt.vision import StoredImage
 
@@ -110,13 +111,14 @@ class Report:
     def html(self) -> str:
         """Return the whole page."""
         images: dict[str, StoredImage] = {}
-        parts = [_part(episode, images) for episode in self.episodes]
+        vocabulary: dict[int, str] = {}
+        parts = [_part(episode, images, vocabulary) for episode in self.episodes]
         files_of = [(key, image.file()) for key, image in images.items()]
         return _template().render(
             title=self.title,
             css=Markup(_asset("report.css")),
             js=Markup(_asset("report.js")),
-            index=Markup(_json(self._index())),
+            index=Markup(_json(self._index() | {"vocabulary": vocabulary})),
             parts="\n".join(parts),
             images="\n".join(
                 f"{key} image/{form} {base64.b64encode(data).decode()}"
@@ -149,9 +151,17 @@ class Report:
             "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "sources": self.sources,
             "health": self.health,
+            "bases": {name: _base(numbers) for name, numbers in self._numbers().items()},
             "columns": _columns(self.episodes),
-            "episodes": [_line(episode) for episode in self.episodes],
+            "episodes": [
+                _line(episode) | {"key": key}
+                for key, episode in zip(_keys(self.episodes), self.episodes, strict=True)
+            ],
         }
+
+    def _numbers(self) -> dict[str, list[int]]:
+        groups = [episode.group for episode in self.episodes if episode.group is not None]
+        return {"episode": [episode.id for episode in self.episodes], "group": groups}
 
 
 def _are_episodes(source: Sequence[Any]) -> bool:
@@ -159,6 +169,21 @@ def _are_episodes(source: Sequence[Any]) -> bool:
     from torchrl_mt.collectors import Episode
 
     return all(isinstance(each, Episode) for each in source)
+
+
+def _base(numbers: Sequence[int]) -> int:
+    """The part of ids that collectors add to a count from 0, if it is the same in all; else 0."""
+    base = min(numbers, default=0) // 1_000_000 * 1_000_000
+    return base if all(0 <= number - base < 1_000_000 for number in numbers) else 0
+
+
+def _keys(episodes: Sequence[SeenEpisode]) -> list[str]:
+    """A name of each episode for links: its id, and its source if several have that id."""
+    counts = Counter(episode.id for episode in episodes)
+    keys = []
+    for number, episode in enumerate(episodes):
+        keys.append(str(episode.id) if counts[episode.id] == 1 else f"{episode.id}.{number}")
+    return keys
 
 
 def _line(episode: SeenEpisode) -> dict[str, Any]:
@@ -209,8 +234,8 @@ def _columns(episodes: Sequence[SeenEpisode]) -> list[dict[str, Any]]:
     return found
 
 
-def _part(episode: SeenEpisode, images: dict[str, StoredImage]) -> str:
-    """An episode's turns and values, compressed; its images are added to ``images``."""
+def _part(episode: SeenEpisode, images: dict[str, StoredImage], vocabulary: dict[int, str]) -> str:
+    """An episode's turns and values, compressed; adds its images and the usual texts of its tokens."""
     named = {name for turn in episode.turns for name in turn.values}
     columns = [name for name in _COLUMNS if name in named]
     shown = [
@@ -221,8 +246,7 @@ def _part(episode: SeenEpisode, images: dict[str, StoredImage]) -> str:
             "reward": _number(turn.reward),
             "finish": turn.finish,
             "given": [_with_keys(message, images) for message in turn.given],
-            "pieces": turn.pieces,
-            "ids": list(turn.ids),
+            **_tokens(turn, vocabulary),
             "said": turn.said and _with_keys(turn.said, images),
         }
         for turn in episode.turns
@@ -235,6 +259,16 @@ def _part(episode: SeenEpisode, images: dict[str, StoredImage]) -> str:
     return " ".join(base64.b64encode(zlib.compress(part, 9)).decode() for part in parts)
 
 
+def _tokens(turn: SeenTurn, vocabulary: dict[int, str]) -> dict[str, Any]:
+    """Ids of the sampled tokens, and their texts where these are not the usual ones."""
+    others = {
+        k: piece
+        for k, (token, piece) in enumerate(zip(turn.ids, turn.pieces, strict=True))
+        if vocabulary.setdefault(token, piece) != piece
+    }
+    return {"ids": list(turn.ids), "others": others}
+
+
 def _joined(episode: SeenEpisode, name: str) -> np.ndarray:
     """A value of all tokens of an episode; NaN where there is none."""
     found = [turn.values.get(name, np.full(len(turn.ids), np.nan)) for turn in episode.turns]
@@ -242,10 +276,10 @@ def _joined(episode: SeenEpisode, name: str) -> np.ndarray:
 
 
 def _planes(values: np.ndarray) -> bytes:
-    """Float32 numbers of five digits, all first bytes before all second ones: they compress well."""
+    """Float32 numbers of four digits, all first bytes before all second ones: they compress well."""
     bits = values.view("<u4").copy()
     finite = np.isfinite(values) & (np.abs(values) < 1e38)
-    bits[finite] = (bits[finite] + 0x80) & np.uint32(0xFFFFFF00)
+    bits[finite] = (bits[finite] + 0x200) & np.uint32(0xFFFFFC00)
     return bits.view(np.uint8).reshape(-1, 4).T.tobytes()
 
 

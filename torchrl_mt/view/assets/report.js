@@ -11,7 +11,7 @@ const byId = (id) => document.getElementById(id);
 const [main, list, page, tip] = [document.querySelector("main"), byId("list"), byId("page"), byId("tip")];
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 const pretty = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
-const readable = (number) => (Number.isNaN(number) ? "none" : String(Number(number.toPrecision(6))));
+const readable = (number) => (Number.isNaN(number) ? "none" : String(Number(number.toPrecision(5))));
 const joined = (texts) => texts.filter(Boolean).join(" · ");
 const after = (item, items) => items[(items.indexOf(item) + 1) % items.length];
 
@@ -30,10 +30,12 @@ const index = JSON.parse(take("index"));
 const columns = new Map(index.columns.map((column) => [column.key, column]));
 const parts = take("parts").split("\n").map((line) => line.split(" ")); // of each episode: texts, values
 const images = new Map(take("images").split("\n").map((line) => [line.split(" ", 1)[0], line]));
-const records = new Map(index.episodes.map((record, line) => [String(record.id), {
-  ...record, line, key: String(record.id), parts: parts[line],
-  name: joined(record.group === null ? [`Episode ${record.id}`]
-    : [`Group ${record.group}`, record.sample !== null && `sample ${record.sample}`]),
+const { bases, vocabulary } = index;
+const records = new Map(index.episodes.map(({ group, ...record }, line) => [record.key, {
+  ...record, line, parts: parts[line], number: record.id - bases.episode,
+  group: group === null ? null : group - bases.group,
+  name: joined(group === null ? [`Episode ${record.id - bases.episode}`]
+    : [`Group ${group - bases.group}`, record.sample !== null && `sample ${record.sample}`]),
   outcome: record.rejected ? `rejected: ${record.rejected}` : record.stop,
   size: joined([count(record.turns, "turn"), count(record.tokens, "token")]),
   weights: record.head === record.tail ? record.head : `${record.head}–${record.tail}`,
@@ -57,8 +59,17 @@ function unshuffle(bytes, keys, length) {
   }));
 }
 
-async function readEpisode(record) {
+/** The turns of an episode. Most tokens have their usual text, which their number tells. */
+async function readTurns(record) {
   const content = await inflate(record.parts[0]).json();
+  for (const turn of content.turns) {
+    turn.pieces ??= turn.ids.map((id, k) => turn.others[k] ?? vocabulary[id]);
+  }
+  return content;
+}
+
+async function readEpisode(record) {
+  const content = await readTurns(record);
   let length = 0;
   for (const turn of content.turns) {
     turn.start = length; // the number of its first token in the episode
@@ -194,7 +205,7 @@ async function countHits(query) {
   const mine = (found = { query, counts: new Map(), done: !query });
   let total = 0;
   for (const record of query ? records.values() : []) {
-    record.texts ??= await inflate(record.parts[0]).json().then(({ turns }) => textsOf(turns), () => []);
+    record.texts ??= await readTurns(record).then(({ turns }) => textsOf(turns), () => []);
     const { length } = findHits(record.texts, query);
     if (length) mine.counts.set(record, length);
     total += length;
@@ -445,7 +456,7 @@ const makeFacts = (entries) => make("dl", "facts", ...Object.entries(entries)
 
 function drawHead({ record, facts }) {
   const name = make("span", "quiet", record.group === null ? "" : record.name);
-  byId("head").replaceChildren(make("h2", "", `Episode ${record.id} `, name), makeFacts({
+  byId("head").replaceChildren(make("h2", { title: record.id }, `Episode ${record.number} `, name), makeFacts({
     Reward: record.reward === null ? null : readable(record.reward), Turns: record.turns,
     "Sampled tokens": record.tokens.toLocaleString("en"), Length: record.length.toLocaleString("en"),
     "Stop reason": record.stop, Rejected: record.rejected, Weights: record.weights,
