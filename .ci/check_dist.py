@@ -13,7 +13,14 @@ with zipfile.ZipFile(wheel) as archive:
 info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
 assert {name.split("/")[0] for name in held} == {"torchrl_mt", info}, held
 assert {"torchrl_mt/py.typed", f"{info}/licenses/LICENSE"} <= held, held
+assets = {
+    f"torchrl_mt/view/assets/{page}.{end}"
+    for page in ("report", "run")
+    for end in ("css", "html.j2", "js")
+}
+assert assets <= held, held
 others = [n for n in held if n.startswith("torchrl_mt/") and not n.endswith((".py", "/py.typed"))]
+others = [n for n in others if not n.startswith("torchrl_mt/view/assets/")]
 assert not others, others
 
 with tarfile.open(sdist) as archive:

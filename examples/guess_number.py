@@ -49,6 +49,7 @@ from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+from torchrl_mt.view import write_report
 
 try:
     import matplotlib
@@ -143,7 +144,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     if done is None:
         if not args.model:
             warm_start(model, tokenizer, args)
-        report.start(evaluate(collector, args))
+        report.start(evaluate(collector, args)[0])
 
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -168,7 +169,9 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 
     report.save()
     engine.update_weights(model)  # an interrupt may have come between a step and its update
-    reached = report.finish(after=evaluate(collector, args))
+    after, played = evaluate(collector, args)
+    page = write_report(played, args.out / "report.html", tokenizer=tokenizer)
+    reached = report.finish(after, page)
     if args.model:
         print(
             f"right before {report.before['success']:.2f} after {reached['success']:.2f}, "
@@ -240,8 +243,10 @@ def warmup_then_decay(steps: int) -> Callable[[int], float]:
 # Evaluation and report
 
 
-def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[str, Any]:
-    """Mean return, share of games won, and a few games to read.
+def evaluate(
+    collector: MultiTurnCollector, args: argparse.Namespace
+) -> tuple[dict[str, Any], TensorDictBase]:
+    """Mean return, share of games won, and a few games to read; and all games.
 
     The hidden numbers are the same each time, and differ from those of the training.
     """
@@ -250,7 +255,7 @@ def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> dict[st
     starts = trange(0, len(games), size, desc="evaluation", unit="batch")
     played = torch.cat([collector.evaluate(games[i : i + size]) for i in starts])
     played = DiscountedReturn(GAMMA)(played)
-    return {**outcome(played), "games": transcript(played, 5)}
+    return {**outcome(played), "games": transcript(played, 5)}, played
 
 
 def outcome(steps: TensorDictBase) -> dict[str, float]:
@@ -342,8 +347,8 @@ class Report:
             with replacing(self.out / "curve.png") as path:
                 self.draw(path)
 
-    def finish(self, after: dict[str, Any]) -> dict[str, float]:
-        """Write games from before and after training, and print the results."""
+    def finish(self, after: dict[str, Any], page: Path) -> dict[str, float]:
+        """Write games from before and after training, and print the results and the page's path."""
         with replacing(self.out / "episodes.txt") as path:
             path.write_text(
                 f"BEFORE\n\n{self.before['games']}\nAFTER\n\n{after['games']}", encoding="utf-8"
@@ -362,6 +367,7 @@ class Report:
         print(f"written to  {self.out}")
         if plt is None:
             print("no figure   it needs matplotlib: pip install 'torchrl-mt[examples]'")
+        print(f"games       {page}  (open it in a browser)")
         return {
             "before": self.before["return"],
             "after": after["return"],

@@ -24,6 +24,7 @@ PACKAGES = (
     "objectives.functional",
     "testing",
     "transforms",
+    "view",
     "vision",
 )
 

@@ -2,8 +2,8 @@
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
 ``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.datasets``, ``.scoring``, ``.objectives``,
-``.vision`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each is imported at its first
-use.
+``.vision``, ``.view``, ``.audit`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each
+is imported at its first use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchrl_mt import agents as agents
+    from torchrl_mt import audit as audit
     from torchrl_mt import bridges as bridges
     from torchrl_mt import chat as chat
     from torchrl_mt import collectors as collectors
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
     from torchrl_mt import transforms as transforms
+    from torchrl_mt import view as view
     from torchrl_mt import vision as vision
 
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
     "agents",
+    "audit",
     "bridges",
     "chat",
     "collectors",
@@ -44,6 +47,7 @@ _SUBPACKAGES = (
     "scoring",
     "testing",
     "transforms",
+    "view",
     "vision",
 )
 

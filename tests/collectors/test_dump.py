@@ -291,6 +291,30 @@ def test_lines_of_a_forking_workflow(tokenizer, tmp_path):
         assert [span["turn"] for span in sub["turns"]] == [1]
 
 
+def test_rejected_episodes_are_dumped_with_their_cause(tokenizer, tmp_path):
+    words = tokenizer("guess 1 to 16")["input_ids"]
+
+    class Fails:
+        async def arun_episode(self, engine, data):
+            await engine.generate(words)
+            if data % 2:
+                raise OSError("gone")
+            return 1.0
+
+    engine = ScriptedEngine(tokenizer, lambda prompt: [words[0], tokenizer.eos_token_id])
+    with MultiTurnCollector(
+        Fails(), engine, range(8), episodes_per_batch=4, dump_dir=tmp_path
+    ) as collector:
+        next(iter(collector))
+        stats = collector.stats()
+    rejected = read(tmp_path / "rejected" / "0.jsonl")
+    assert stats["dump_errors"] == 0
+    assert {line["rejected"] for line in rejected} == {"OSError"}
+    assert len(rejected) >= stats["rejected/OSError"] >= 1
+    assert all("rejected" not in line for line in read(tmp_path / "0.jsonl"))
+    assert rejected[0]["turns"][0]["pieces"] == [" guess", " <end>"]
+
+
 def test_a_short_write_is_finished(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))

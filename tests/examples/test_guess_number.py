@@ -37,7 +37,8 @@ def test_it_learns(example, tmp_path):
 def test_a_run_writes_what_it_says(example, tmp_path, capsys):
     out = tmp_path
     assert example.main([*QUICK, "--out", str(out)]) == 0
-    assert sorted(p.name for p in out.iterdir()) == ["curve.png", "episodes.txt", "metrics.csv"]
+    written = ["curve.png", "episodes.txt", "metrics.csv", "report.html"]
+    assert sorted(p.name for p in out.iterdir()) == written
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["episodes"]) for row in rows] == [8, 16]
@@ -47,6 +48,7 @@ def test_a_run_writes_what_it_says(example, tmp_path, capsys):
     printed, bars = capsys.readouterr()
     for name in ("return", "success", "optimum", "episodes", "tokens", "seconds"):
         assert f"\n{name} " in printed
+    assert printed.splitlines()[-1].startswith(f"games       {out / 'report.html'}")
     for name in ("warm start", "evaluation"):
         assert f"{name}: 100%" in bars
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.special_tokens import BREAK
 
-__all__ = ["RenderedTextEncoder", "decode"]
+__all__ = ["RenderedTextEncoder", "decode", "decode_each"]
 
 _WORD = "ANSWER-OF-THE-ASSISTANT"
 """Context before a text while it is encoded."""
@@ -22,6 +23,31 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
     )
+
+
+def decode_each(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], before: Sequence[int] = ()
+) -> list[str]:
+    """Decode tokens one by one; joined, they are the text of all.
+
+    A character of several tokens is the text of the last one, and the others are empty.
+
+    Args:
+        tokenizer: the tokenizer.
+        token_ids: the tokens.
+        before: tokens before them. Many tokenizers decode the first word of a text unlike others.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    context, ids = [int(token) for token in before[-1:]], [int(token) for token in token_ids]
+    if backend is None:  # Written in Python.
+        seen = [*context, *ids]
+        ends = range(len(context), len(seen))
+        windows = [(seen[max(k - 8, 0) : k + 1], seen[max(k - 8, 0) : k]) for k in ends]
+        return [decode(tokenizer, long)[len(decode(tokenizer, short)) :] for long, short in windows]
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in context:
+        stream.step(backend, token)
+    return [stream.step(backend, token) or "" for token in ids]
 
 
 class RenderedTextEncoder:

@@ -98,7 +98,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         rate_limit: bounds the rows drawn from ``replay_buffer`` per episode written; both sides wait.
         postproc: applied to every batch before it is written or yielded.
         processor: the Hugging Face processor of a model that takes images; without, they are refused.
-        dump_dir: folder for records of the episodes, in JSON lines.
+        dump_dir: folder for records of the episodes, rejected ones too, in JSON lines.
         options: the rarer settings: order of items, chat template, filters of groups, processes.
 
     Raises:
@@ -214,7 +214,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         # Held during a delivery, so that state_dict() never shows half of one.
         self._delivering = threading.RLock()
         self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
-        self._dump_errors = 0
+        if self._dump is not None:
+            self._counts.on_reject = self._dump.record_rejected
         total = None if total_episodes < 0 else total_episodes
         self._progress = ProgressBar(total) if options.progress else None
         self._warn_of_cuts = CutWarning()
@@ -292,7 +293,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
         self._warn_of_cuts(episodes, limits)
-        self._record(episodes)
+        if self._dump is not None:
+            self._dump.record(episodes)
         if self._progress is not None:
             refused = self._counts.count("groups/refused")
             self._progress.show(
@@ -319,19 +321,6 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             except LoopClosedError:
                 self._run.scheduler.take_back()
             raise
-
-    def _record(self, episodes: list[Episode], *, is_eval: bool = False) -> None:
-        """Dump the episodes; errors are only logged and counted."""
-        if self._dump is None:
-            return
-        try:
-            self._dump.write(episodes, is_eval=is_eval)
-        except Exception as error:
-            self._dump_errors += 1
-            if self._dump_errors == 1:
-                _logger.warning(
-                    "episodes could not be dumped; further errors are only counted.", exc_info=error
-                )
 
     def _next_batch_size(self) -> int:
         """Number of episodes of the next batch; 0 when the run is over."""
@@ -494,7 +483,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}.")
             ) from last
         self._eval_counts.accept(episodes, version=self.policy_version)
-        self._record(episodes, is_eval=True)
+        if self._dump is not None:
+            self._dump.record(episodes, is_eval=True)
         return episodes_to_tensordict(episodes)
 
     # TorchRL's collector protocol
@@ -539,7 +529,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         if self.rate_limit is not None:
             stats |= self.rate_limit.stats()
         if self._dump is not None:
-            stats["dump_errors"] = self._dump_errors
+            stats["dump_errors"] = self._dump.errors
         evaluated = self._eval_counts.stats()
         if evaluated["started"]:
             stats |= {f"eval/{name}": value for name, value in evaluated.items()}

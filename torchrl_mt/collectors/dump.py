@@ -6,6 +6,7 @@ in which turn and by which weights.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
+from torchrl_mt.chat.encoding import decode, decode_each
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.json_lines import append_lines, to_json, to_line
 from torchrl_mt.vision import StoredImage
@@ -20,13 +24,16 @@ from torchrl_mt.vision.messages import images_of
 
 __all__ = ["EpisodeDump", "episode_records"]
 
+_logger = logging.getLogger("torchrl_mt")
+
 
 class EpisodeDump:
-    """Write episodes into ``dump_dir/<version>.jsonl``, and evaluations into ``dump_dir/eval``.
+    """Write episodes into ``dump_dir/<version>.jsonl``, evaluations and rejected ones into subfolders.
 
-    The version is the newest that sampled a token of the episode; -1 if none was sampled. Each line is
-    a JSON object, see :func:`episode_records`. Several threads and processes may write into one folder;
-    lines are always whole, even if a process is killed.
+    Those are ``dump_dir/eval`` and ``dump_dir/rejected``. The version is the newest that sampled a token
+    of the episode; -1 if none was sampled. Each line is a JSON object, see :func:`episode_records`.
+    Several threads and processes may write into one folder; lines are always whole, even if a process
+    is killed.
 
     Every image of the messages is written once, into ``dump_dir/images``. Messages have the file's path
     from ``dump_dir``: ``{"type": "image", "image": "images/<hash>.png"}``.
@@ -51,20 +58,45 @@ class EpisodeDump:
         self.dump_dir = Path(dump_dir)
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
+        self.errors = 0
+        """Number of failed calls of :meth:`record` and :meth:`record_rejected`."""
         self._written: set[str] = set()
         """Files of images that are there."""
 
-    def write(self, episodes: Iterable[Episode], *, is_eval: bool = False) -> None:
+    def record(self, episodes: Iterable[Episode], **what: Any) -> None:
+        """As :meth:`write`, but an error is only logged, once, and counted."""
+        try:
+            self.write(episodes, **what)
+        except Exception as error:
+            self.errors += 1
+            if self.errors == 1:
+                _logger.warning(
+                    "episodes could not be dumped; further errors are only counted.", exc_info=error
+                )
+
+    def record_rejected(self, episodes: Iterable[Episode], cause: str) -> None:
+        """As :meth:`record`, of rejected episodes."""
+        self.record(episodes, rejected=cause)
+
+    def write(
+        self, episodes: Iterable[Episode], *, is_eval: bool = False, rejected: str | None = None
+    ) -> None:
         """Append the lines of episodes. On an error, each file has all or none of its new lines.
 
         Args:
             episodes: finished episodes.
             is_eval: whether they are of an evaluation.
+            rejected: why they were rejected; ``None`` if they were not. It is written as
+                ``"rejected"``.
         """
         folder = self.dump_dir / "eval" if is_eval else self.dump_dir
+        if rejected is not None:
+            folder /= "rejected"
         lines: defaultdict[int, list[bytes]] = defaultdict(list)
         for episode in episodes:
             records = episode_records(episode, self.tokenizer)
+            if rejected is not None:
+                records = [record | {"rejected": rejected} for record in records]
             version = max(record["tail_version"] for record in records)
             lines[version] += map(to_line, records)
             for turn in episode.turns:  # First, so that no line names a file that is not there.
@@ -109,12 +141,16 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
         - ``reward``: of the episode, summed over turns; ``rewards``: of each turn; ``stop_reason``;
           ``num_turns``;
         - ``messages``: new messages of the row's turns, images as the names of their files;
+        - ``token_ids``: the row;
         - ``prompt`` and ``completion``: the row before its first sampled token, and from there on, the
-          environment's tokens included;
-        - ``turns``: for each turn of the row its index in the episode (``"turn"``), the slice of its
-          sampled tokens (``"start"`` to ``"stop"``), ``"reward"`` and ``"finish_reason"``.
+          environment's tokens included; token ids without a tokenizer;
+        - ``turns``: for each turn of the row its index in the episode (``"turn"``), its ``"parent"``
+          (:attr:`Turn.parent`), the slice of its sampled tokens (``"start"`` to ``"stop"``),
+          ``"reward"``, ``"finish_reason"``, ``"num_messages"``, and of each sampled token
+          ``"log_probs"`` (to six decimal places), ``"versions"`` and, with a tokenizer, ``"pieces"``:
+          its text.
     """
-    turns, rows = episode.turns, episode.rows()
+    turns, rows, parents = episode.turns, episode.rows(), episode.parents()
     num_rows = max(len(rows.last), 1)
     of_episode = {
         "task_id": episode.task_id,
@@ -142,9 +178,10 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
             "head_version": min(by_policy),
             "tail_version": max(by_policy),
             "messages": [_readable(message) for _, turn in mine for message in turn.messages],
+            "token_ids": tokens,
             "prompt": prompt,
             "completion": completion,
-            "turns": [_span(k, turn) for k, turn in mine],
+            "turns": [_of_turn(k, parents[k], turn, tokenizer) for k, turn in mine],
         }
         records.append(to_json(of_episode | of_row))
     return records
@@ -171,16 +208,24 @@ def _tokens(turn: Turn) -> list[int]:
     return [*turn.prompt_ids, *turn.completion.token_ids]
 
 
-def _span(k: int, turn: Turn) -> dict[str, Any]:
+def _of_turn(k: int, parent: int, turn: Turn, tokenizer: Any) -> dict[str, Any]:
     """The entry of a turn in ``"turns"``."""
-    start = len(turn.prompt_ids)
-    return {
+    start, completion = len(turn.prompt_ids), turn.completion
+    sampled = list(completion.token_ids)
+    entry = {
         "turn": k,
+        "parent": parent,
         "start": start,
-        "stop": start + len(turn.completion.token_ids),
+        "stop": start + len(sampled),
         "reward": turn.reward,
-        "finish_reason": turn.completion.finish_reason,
+        "finish_reason": completion.finish_reason,
+        "num_messages": len(turn.messages),
+        "log_probs": np.round(np.asarray(completion.log_probs, np.float64), 6).tolist(),
+        "versions": list(completion.versions),
     }
+    if tokenizer is not None:
+        entry["pieces"] = decode_each(tokenizer, sampled, list(turn.prompt_ids[-1:]))
+    return entry
 
 
 def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any]:
@@ -188,13 +233,8 @@ def _texts(tokens: list[int], prompt_len: int, tokenizer: Any) -> tuple[Any, Any
     if tokenizer is None:
         return tokens[:prompt_len], tokens[prompt_len:]
 
-    def text(ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    prompt, whole = text(tokens[:prompt_len]), text(tokens)
+    prompt, whole = decode(tokenizer, tokens[:prompt_len]), decode(tokenizer, tokens)
     if whole.startswith(prompt):
         # Many tokenizers decode the first word of a text unlike others, so decode the whole.
         return prompt, whole[len(prompt) :]
-    return prompt, text(tokens[prompt_len:])
+    return prompt, decode(tokenizer, tokens[prompt_len:])

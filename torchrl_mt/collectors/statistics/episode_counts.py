@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.workflow import Rejected
@@ -50,6 +50,8 @@ class EpisodeCounts:
         self._seconds: Counter[str] = Counter()
         """Seconds of settled episodes: in all, of the engine, of the environment."""
         self._watched = 0.0
+        self.on_reject: Callable[[list[Episode], str], None] | None = None
+        """Called with the episodes that :meth:`reject` has counted, and the cause."""
 
     @property
     def accepted(self) -> int:
@@ -105,9 +107,11 @@ class EpisodeCounts:
     def reject(self, episodes: Iterable[Episode], cause: str) -> None:
         """Count rejected episodes; those that are not running are left out."""
         with self._lock:
-            for _ in self._settle(episodes):
-                self._counts["rejected"] += 1
-                self._counts[f"rejected/{cause}"] += 1
+            settled = self._settle(episodes)
+            if settled:
+                self._counts.update({"rejected": len(settled), f"rejected/{cause}": len(settled)})
+        if settled and self.on_reject is not None:
+            self.on_reject(settled, cause)
 
     def reject_running(self, cause: str) -> None:
         """Count every running episode as rejected."""

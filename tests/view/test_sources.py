@@ -1,0 +1,212 @@
+"""Every source tells the same of an episode."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
+
+from tests.collectors.test_dump import played
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
+from torchrl_mt.collectors.dump import EpisodeDump
+from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import save_episodes
+from torchrl_mt.engines import Completion
+from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.view import Report, write_report
+from torchrl_mt.view.episodes import join
+from torchrl_mt.view.sources import read_source
+
+
+def facts(episode, *names):
+    """What a source tells of each turn that sampled a token."""
+    told = {turn.turn: turn for turn in episode.turns if len(turn.ids)}
+    return {
+        k: (
+            list(turn.ids),
+            turn.row,
+            turn.parent,
+            *(np.round(turn.values[name].astype(float), 5).tolist() for name in names),
+        )
+        for k, turn in told.items()
+    }
+
+
+def buffer_of(batch):
+    buffer = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+    buffer.extend(batch)
+    return buffer
+
+
+@settings(max_examples=40, deadline=None)
+@given(episode=played())
+def test_all_sources_agree(episode):
+    for turn in episode.turns:
+        turn.completion = Completion(
+            turn.completion.token_ids,
+            [-0.125 * (k + 1) for k in range(len(turn.completion.token_ids))],
+            turn.completion.versions,
+            "stop",
+        )
+    batch = episodes_to_tensordict([episode])
+    with tempfile.TemporaryDirectory() as folder:
+        EpisodeDump(f"{folder}/dump").write([episode])
+        save_episodes(buffer_of(batch), f"{folder}/set.jsonl")
+        sources = [
+            [episode],
+            f"{folder}/dump",
+            batch,
+            buffer_of(batch),
+            f"{folder}/set.jsonl",
+            MergeTurns()(batch),
+        ]
+        (first, *others) = [read_source(source) for source in sources]
+    parents = episode.parents()
+    expected = {
+        k: (
+            turn.completion.token_ids,
+            episode.rows().row[k],
+            parents[k],
+            [-0.125 * (j + 1) for j in range(len(turn.completion.token_ids))],
+            [float(version) for version in turn.completion.versions],
+        )
+        for k, turn in enumerate(episode.turns)
+        if turn.completion.token_ids
+    }
+    for (told,) in [first, *others]:
+        if all(
+            parents[k] == -1 or parents[k] in expected for k in expected
+        ):  # Rows lack turns of no token.
+            assert facts(told, "log_prob", "version") == expected
+        assert told.group == episode.group
+        assert math.isclose(told.reward, episode.reward, abs_tol=1e-6)
+        assert told.id == episode.traj_id
+    for (told,) in [first, *others[:-1]]:
+        assert facts(told, "log_prob", "version") == expected
+        assert told.stop == episode.stop_reason.value
+        assert [turn.reward for turn in told.turns] == [turn.reward for turn in episode.turns]
+        assert [turn.given[0]["content"] for turn in told.turns] == [
+            str(k) for k in range(len(episode.turns))
+        ]
+
+
+def an_episode(traj_id=3, tokens=(5, 6)):
+    said = [
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
+        },
+    ]
+    then = [
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "four", "reasoning_content": "easy"},
+        {"role": "user", "content": "Right."},
+    ]
+    first = Completion(list(tokens), [-0.5, -0.25], [7, 7], "stop")
+    turns = [
+        Turn([1, 2], first, said, reward=0.25),
+        Turn([1, 2, *tokens, 9], Completion([4], [-1.0], [8], "length"), then, reward=0.5),
+    ]
+    return Episode({"task_id": "sum"}, 1, traj_id, turns, StopReason.DONE)
+
+
+@pytest.mark.parametrize("kind", ["episodes", "batch", "dump"])
+def test_a_turn_has_what_was_said(kind, tmp_path):
+    episode = an_episode()
+    EpisodeDump(tmp_path).write([episode])
+    sources = {
+        "episodes": [episode],
+        "batch": episodes_to_tensordict([episode]),
+        "dump": tmp_path / "8.jsonl",
+    }
+    (told,) = read_source(sources[kind])
+    assert (told.task, told.stop, told.reward) == ("sum", "done", 0.75)
+    first, second, end = told.turns
+    assert first.given == [{"role": "user", "content": "2 + 2?"}]
+    assert first.said["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": 2}}]
+    assert second.given == [{"role": "tool", "content": "4", "name": "add"}]
+    assert second.said == {"role": "assistant", "content": "four", "reasoning": "easy"}
+    assert (first.finish, second.finish) == ("stop", "length")
+    assert end.given == [{"role": "user", "content": "Right."}]
+    assert (end.said, list(end.ids)) == (None, [])
+
+
+def test_what_training_computed_stands_on_the_token_that_was_sampled():
+    batch = episodes_to_tensordict([an_episode(3), an_episode(4)])
+    rows = MergeTurns()(batch)
+    rows["advantage"] = torch.randn(*rows["tokens", "full"].shape, 1)
+    rows["log_probs", "old"] = rows["log_probs", "full"] + 0.5
+    order = torch.tensor([1, 0])
+    one, two = join([read_source(batch), read_source(rows[order])])
+    assert (one.id, two.id, one.sample, two.sample) == (3, 4, 0, 1)
+    for episode, row in zip((one, two), rows.unbind(0), strict=True):
+        at = row["masks", "all_assistant_mask"]
+        advantages = np.concatenate(
+            [turn.values["advantage"] for turn in episode.turns if turn.ids]
+        )
+        assert advantages.tolist() == row["advantage"][at].flatten().tolist()
+        assert np.allclose(episode.turns[0].values["ratio"], math.exp(0.5))
+        assert episode.turns[0].given == [{"role": "user", "content": "2 + 2?"}]
+
+
+def test_other_tokens_of_the_same_id_stay_apart():
+    sources = [[an_episode(3)], [an_episode(3, tokens=(5, 8))]]
+    assert len(join(read_source(source) for source in sources)) == 2
+
+
+def test_rejected_episodes_have_their_cause(tmp_path):
+    dump = EpisodeDump(tmp_path)
+    dump.write([an_episode(0)])
+    dump.write([an_episode(1)], rejected="TimeoutError")
+    dump.write([an_episode(2)], is_eval=True)
+    told = {each.id: (each.rejected, each.is_eval) for each in read_source(tmp_path)}
+    assert told == {0: (None, False), 1: ("TimeoutError", False), 2: (None, True)}
+
+
+def test_a_dump_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
+    EpisodeDump(tmp_path).write([an_episode(0), an_episode(1)])
+    file = tmp_path / "8.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert [each.id for each in read_source(tmp_path)] == [0]
+
+
+def test_steps_without_tokens_are_shown():
+    done = torch.tensor([[False], [False], [True]])
+    steps = TensorDict(
+        {
+            "observation": torch.rand(3, 2),
+            "pixels": torch.rand(3, 8, 8),
+            "action": torch.arange(3),
+            "next": {"reward": torch.ones(3, 1), "done": done},
+        },
+        [3],
+    )
+    (told,) = read_source(steps)
+    assert told.reward == 3
+    assert [turn.turn for turn in told.turns] == [0, 1, 2]
+    assert "observation = [" in told.turns[0].given[0]["content"]
+    assert "pixels = (8, 8) float32" in told.turns[0].given[0]["content"]
+    assert told.turns[2].said == {"role": "action", "content": "action = 2"}
+
+
+@pytest.mark.parametrize("source", [3, {"a": 1}, [[1]]])
+def test_what_is_no_source_is_refused(source):
+    with pytest.raises(TypeError, match=r"source must be a path, .* got (int|dict|list)"):
+        Report(source)
+
+
+def test_nothing_to_show_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="there is nothing at"):
+        write_report(tmp_path / "missing", tmp_path / "report.html")
+    with pytest.raises(ValueError, match="at least one episode"):
+        write_report([], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
