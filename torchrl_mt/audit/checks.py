@@ -81,7 +81,10 @@ def recomputed(rows: Rows, model: nn.Module | None, tolerance: float) -> Finding
     if rows.id.max() >= size:
         raise ValueError(f"model must know all tokens, got {rows.id.max()} for its {size} tokens.")
     shape, at = (len(rows.stray), rows.token.max() + 1), (rows.row, rows.token)
-    inputs = [torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.bool)]
+    inputs = [
+        torch.zeros(shape, dtype=dtype, device="cpu")
+        for dtype in (torch.int64, torch.bool, torch.bool)
+    ]
     for table, values in zip(inputs, (rows.id, np.ones_like(scored), scored), strict=True):
         table[at] = torch.from_numpy(values)
     device = next(model.parameters()).device

@@ -124,18 +124,21 @@ def _of_record(record: Mapping[str, Any], name: str) -> Rows:
     """The row that a line of a dump describes."""
     if not {"token_ids", "turns", "traj_id", "group"} <= set(record):
         raise ValueError(f"{name} must have 'token_ids' and 'turns' in each line, got {[*record]}.")
-    tokens = torch.tensor([record["token_ids"]])
-    values = torch.zeros(4, tokens.numel(), dtype=torch.float64)
+    tokens = torch.tensor([record["token_ids"]], dtype=torch.int64, device="cpu")
+    values = torch.zeros(4, tokens.numel(), dtype=torch.float64, device="cpu")
     before = 0
     for span in record["turns"]:
         sampled = slice(span["start"], span["stop"])
         values[3, before : sampled.stop] = span["turn"]
         values[0, sampled] = 1
-        values[1, sampled] = torch.tensor([*map(float, span["log_probs"])], dtype=torch.float64)
-        values[2, sampled] = torch.tensor(span["versions"], dtype=torch.float64)
+        values[1, sampled] = values.new_tensor([*map(float, span["log_probs"])])
+        values[2, sampled] = values.new_tensor(span["versions"])
         before = sampled.stop
     known = dict(zip(("log_prob", "version", "turn"), values[1:, None], strict=True))
-    ids = {"episode": torch.tensor([record["traj_id"]]), "group": torch.tensor([record["group"]])}
+    ids = {
+        "episode": tokens.new_tensor([record["traj_id"]]),
+        "group": tokens.new_tensor([record["group"]]),
+    }
     return _rows(tokens, torch.ones_like(tokens), values[:1], **known, **ids)
 
 
@@ -185,7 +188,7 @@ def _of_mapping(source: Any, name: str) -> Rows:
             "temperature": get(temperature, column, None),
         }
         if ("images", "raw") in source.keys(include_nested=True):
-            known["temperature"] = torch.full(column.shape, torch.nan)
+            known["temperature"] = torch.full(column.shape, torch.nan, device="cpu")
         masks = (get(("masks", f"all_{mask}_mask"), tokens) for mask in ("attention", "assistant"))
         return _rows(tokens, *masks, **known)
     log_prob = get(names[0], answer, get(names[1], answer, None))

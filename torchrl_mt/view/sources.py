@@ -231,7 +231,7 @@ def _from_rows(rows: TensorDictBase, tokenizer: Any) -> Iterator[SeenEpisode]:
             if len(before):
                 seen.given = [_given(tokenizer, ids[i, before].tolist())]
             episode.turns.append(seen)
-            begins.setdefault(number, []).append((seen, torch.as_tensor(ids[i, prefix])))
+            begins.setdefault(number, []).append((seen, torch.from_numpy(ids[i, prefix])))
     for number, episode in episodes.items():
         _set_parents(
             sorted(begins[number], key=lambda each: each[0].turn) if number in begins else []
@@ -244,7 +244,9 @@ def _set_parents(turns: Sequence[tuple[SeenTurn, torch.Tensor]]) -> None:
     if not turns:
         return
     sizes = [len(turn.ids) for turn, _ in turns]
-    responses = torch.tensor([token for turn, _ in turns for token in turn.ids], dtype=torch.int64)
+    responses = torch.tensor(
+        [token for turn, _ in turns for token in turn.ids], device="cpu"
+    ).long()
     parents = find_parents(
         [prompt.long() for _, prompt in turns], responses, sizes, [0] * len(turns)
     )
