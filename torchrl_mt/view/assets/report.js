@@ -372,7 +372,7 @@ class Sheet {
       offset += piece.length;
       const hit = hits.find(({ from, to }) => from < offset && to > here);
       const names = {
-        token: turn, special: turn && /^<[|\w/].*>$/.test(piece), newline: turn && piece.includes("\n"), hit,
+        token: turn, special: turn && /^<[|\w/].*>$/.test(piece), newline: turn && /^\s*\n/.test(piece), hit,
         current: hit?.number === currentHit, common: this.partings.length && turn && first + k < this.common,
         parting: turn && this.partings.includes(first + k),
       };
@@ -489,22 +489,23 @@ function parting(one, other) {
 /** The members of a group side by side, each compared with the one chosen. Columns are full only in sight. */
 function drawGroup(episodes) {
   const inSight = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      const turns = isIntersecting ? sheets[target.dataset.place].turns() : [];
-      target.replaceChildren(target.firstChild, ...turns);
+    for (const { target, isIntersecting: full } of entries) {
+      target.replaceChildren(target.firstChild, ...(full ? sheets[target.dataset.place].turns() : []));
     }
   });
   sheets = episodes.map((episode, place) => {
     const others = episode === shown ? episodes.filter((other) => other !== shown) : [shown];
     const { key, name, reward, outcome, size } = episode.record;
     const button = make("button", { className: "link", onclick: () => go({ episode: key }) }, name);
-    const texts = [joined([outcome, size]), episode === shown ? "The others are compared with it." : ""];
+    const partings = others.map((other) => parting(episode, other));
+    const note = episode === shown ? "compared with the others" : `${count(partings[0], "token")} in common`;
     const column = make("div", "column", make("header", episode === shown ? "chosen" : "",
-      make("strong", "", shortReward(reward)), button, ...texts.map((text) => make("p", "quiet", text))));
+      make("strong", "", shortReward(reward)), button,
+      make("p", "quiet", joined([outcome, size])), make("p", "quiet", note)));
     column.dataset.place = place;
     page.append(column);
     inSight.observe(column);
-    return new Sheet(episode, BLOCK_PIECES.group, others.map((other) => parting(episode, other)));
+    return new Sheet(episode, BLOCK_PIECES.group, partings);
   });
 }
 
