@@ -366,6 +366,7 @@ def test_bad_input_is_named(rows, error, match):
         audit_rows(rows)
 
 
+@pytest.mark.slow
 def test_the_command_says_by_its_status_what_it_found(tmp_path, capsys):
     turn = Turn([1, 2], Completion([3, 4], [-0.5, -0.5], [7, 7], "stop"))
     episode = Episode(None, 0, 4, [turn], StopReason.DONE)

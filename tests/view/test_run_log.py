@@ -255,6 +255,7 @@ def test_a_plot_is_a_picture_and_a_page(runs, tmp_path):
     assert plot_run(runs[0]) == runs[0] / "run.html"
 
 
+@pytest.mark.slow
 def test_a_plot_without_matplotlib_names_the_extra(runs):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
