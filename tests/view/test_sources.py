@@ -96,8 +96,12 @@ def test_all_sources_agree(episode):
         ]
 
 
+ASKED = [{"role": "assistant", "content": "Ask."}, {"role": "user", "content": "2 + 2?"}]
+
+
 def an_episode(traj_id=3, tokens=(5, 6)):
     said = [
+        {"role": "assistant", "content": "Ask."},  # not of the policy
         {"role": "user", "content": "2 + 2?"},
         {
             "role": "assistant",
@@ -130,7 +134,7 @@ def test_a_turn_has_what_was_said(kind, tmp_path):
     (told,) = read_source(sources[kind])
     assert (told.task, told.stop, told.reward) == ("sum", "done", 0.75)
     first, second, end = told.turns
-    assert first.given == [{"role": "user", "content": "2 + 2?"}]
+    assert first.given == ASKED
     assert first.said["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": 2}}]
     assert second.given == [{"role": "tool", "content": "4", "name": "add"}]
     assert second.said == {"role": "assistant", "content": "four", "reasoning": "easy"}
@@ -154,7 +158,7 @@ def test_what_training_computed_stands_on_the_token_that_was_sampled():
         )
         assert advantages.tolist() == row["advantage"][at].flatten().tolist()
         assert np.allclose(episode.turns[0].values["ratio"], math.exp(0.5))
-        assert episode.turns[0].given == [{"role": "user", "content": "2 + 2?"}]
+        assert episode.turns[0].given == ASKED
 
 
 def test_other_tokens_of_the_same_id_stay_apart():

@@ -60,7 +60,8 @@ class Finding:
         why = self.text.removeprefix(_NOT_CHECKED)
         unknown = "noted" if why == self.text else "not checked"
         status = unknown if self.ok is None else "passed" if self.ok else "failed"
-        line = f"{status:13}{self.check:21}{self.count or '':>7}  {why}"
+        count = "" if status == "not checked" else self.count
+        line = f"{status:13}{self.check:21}{count:>7}  {why}"
         return line if self.first is None else f"{line}\n{'':43}first: {self.first}"
 
 

@@ -176,11 +176,9 @@ def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | Non
             # Numbers that JSON lacks are strings.
             turn.values["log_prob"] = np.asarray([*map(float, span["log_probs"])], np.float32)
         episode.turns.append(turn)
-        taken = span.get("num_messages", len(left))
-        after = _add_messages(turn, left[:taken])
-        left = left[taken:] if "num_messages" in span else after
-        if after and "num_messages" in span:
-            episode.turns.append(SeenTurn(turn.turn + 1, turn.row, turn.turn, given=after))
+        taken = span.get("num_messages", len(left))  # Older dumps do not tell.
+        _add_messages(episode, turn, left[:taken], turn.turn + 1 == record["num_turns"])
+        left = left[taken:]
     episode.turns.sort(key=lambda turn: turn.turn)
 
 
@@ -327,9 +325,7 @@ def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
         episode.turns.append(turn)
         if texts is not None and texts[k]:
             messages = [_message(message, None) for message in texts[k]]
-            after = _add_messages(turn, messages)
-            if after:
-                episode.turns.append(SeenTurn(k + 1, turn.row, k, given=after))
+            _add_messages(episode, turn, messages, k + 1 == len(prompts))
         elif len(prompt) > rows.known[k]:
             turn.given = [_given(tokenizer, prompt[rows.known[k] :].tolist())]
     episode.stop = None if stops is None else _word(stops[-1])
@@ -339,14 +335,18 @@ def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
             episode.task = str(data[-1]["task_id"])
 
 
-def _add_messages(turn: SeenTurn, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add the messages before the answer and the answer; return those after it."""
-    reply = next((k for k, each in enumerate(messages) if each["role"] == "assistant"), None)
-    turn.given = messages[:reply]
-    if reply is None:
-        return []
-    turn.said = messages[reply]
-    return messages[reply + 1 :]
+def _add_messages(
+    episode: SeenEpisode, turn: SeenTurn, messages: Sequence[Mapping[str, Any]], is_last: bool
+) -> None:
+    """Add a turn's messages: before its answer, the answer and, of the last turn, those after it."""
+    turn.given = messages
+    replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    # A dialogue may begin with answers that the policy did not give.
+    if replies and (is_last or replies[-1] + 1 == len(messages)):
+        turn.given, turn.said = messages[: replies[-1]], messages[replies[-1]]
+        after = messages[replies[-1] + 1 :]
+        if after:
+            episode.turns.append(SeenTurn(turn.turn + 1, turn.row, turn.turn, given=after))
 
 
 def _add_steps(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
