@@ -177,6 +177,12 @@ def test_an_address_is_restored(visit):
     page.wait_for_selector(".branch")
 
 
+@pytest.mark.parametrize(("name", "number"), [("best", 4), ("worst", 0)])
+def test_other_pages_may_link_to_the_best_and_the_worst(visit, name, number):
+    page = visit(f"#episode={name}")
+    assert page.locator(f"h2:has-text('Episode {number}')").is_visible()
+
+
 def test_keys_step_open_and_close(visit):
     page = visit()
     page.keyboard.press("j")

@@ -9,7 +9,6 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +18,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 from torchrl.record.loggers import CSVLogger
 
+from torchrl_mt.collectors import Episode, StopReason, Turn
+from torchrl_mt.engines import Completion
 from torchrl_mt.view import RunLog, plot_run
 from torchrl_mt.view.plot_run import page_data, render_page
 from torchrl_mt.view.run_files import read_run
@@ -132,26 +133,20 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch, kind, flag):
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_pages_of_episodes(tmp_path, monkeypatch):
-    report = ModuleType("torchrl_mt.view.report")
-
-    def write_report(source, path, *, tokenizer=None):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{source} {tokenizer}")
-        return path
-
-    report.write_report = write_report
-    monkeypatch.setitem(sys.modules, "torchrl_mt.view.report", report)
-    with RunLog(tmp_path, loggers=(), episodes_every=3) as run:
-        written = [run.episodes(step, f"batch {step}", "tokens") for step in range(5)]
-    assert [path and path.read_text() for path in written] == [
-        "batch 0 tokens",
-        None,
-        None,
-        "batch 3 tokens",
-        None,
-    ]
-    assert list(read_run(tmp_path).pages) == [0, 3]
+def test_pages_of_episodes(tmp_path):
+    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    turn = Turn([1, 2], Completion([3], [-0.5], [7], "stop"), messages=said, reward=1.0)
+    episode = Episode(None, 0, 0, [turn], StopReason.DONE)
+    with RunLog(tmp_path / "run", loggers=(), episodes_every=3) as run:
+        written = []
+        for step in range(5):
+            written.append(run.episodes(step, [episode]))
+            run.log(step, loss=math.nan)
+    assert [path and path.name for path in written] == ["0.html", None, None, "3.html", None]
+    first, fourth = (path.read_text() for path in written if path)
+    assert "<title>run, step 0</title>" in first
+    assert "Numbers that are not finite" not in first
+    assert "Numbers that are not finite" in fourth
 
 
 def test_the_bar_shows_what_there_is(tmp_path, capsys):

@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from tqdm.auto import tqdm
 from torchrl_mt.checks import check_at_least, check_choice, check_integer, check_positive_integer
 from torchrl_mt.installed import devices, versions
 from torchrl_mt.json_lines import append_lines, to_json, to_line
+from torchrl_mt.view.health import check_run
+from torchrl_mt.view.report import Report
 from torchrl_mt.view.run_files import (
     EPISODES,
     FACTS,
@@ -161,6 +163,8 @@ class RunLog:
     def episodes(self, step: int, source: Any, tokenizer: Any = None) -> Path | None:
         """Write a page of episodes if ``step`` is a multiple of ``episodes_every``; else do nothing.
 
+        Its first panel says what :func:`~torchrl_mt.view.check_run` finds wrong with the run so far.
+
         Args:
             step: the step.
             source: as of :func:`~torchrl_mt.view.write_report`.
@@ -172,10 +176,10 @@ class RunLog:
         _check_step(step)
         if step % self.episodes_every:
             return None
-        from torchrl_mt.view.report import write_report
-
-        path = self.folder / EPISODES / f"{step}.html"
-        return write_report(source, path, tokenizer=tokenizer)
+        faults = [asdict(each) for each in check_run(self.folder) if each.level != "good"]
+        title = f"{self.folder.name}, step {step}"
+        page = Report(source, tokenizer=tokenizer, title=title, health=faults)
+        return page.write(self.folder / EPISODES / f"{step}.html")
 
     def close(self) -> None:
         """Close the bar and the loggers that were given by name; closing again does nothing."""

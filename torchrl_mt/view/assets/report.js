@@ -410,7 +410,10 @@ let drawn = []; // what was asked for when the page was drawn
 let drawings = 0; // several may be under way: the last one counts
 
 async function drawMain() {
-  const record = records.get(state.episode) ?? chosen[0] ?? [...records.values()][0];
+  const rewarded = [...records.values()].filter(({ reward }) => reward !== null);
+  rewarded.sort((one, other) => one.reward - other.reward);
+  const named = { worst: rewarded[0], best: rewarded.at(-1) }; // other pages link to these
+  const record = records.get(state.episode) ?? named[state.episode] ?? chosen[0] ?? [...records.values()][0];
   if (!record) return page.replaceChildren("This report has no episodes.");
   state.episode = record.key;
   const wanted = [record.key, state.view, state.search, state.turn];

@@ -80,7 +80,8 @@ function report(run) {
   const show = (list) => make("div", {}, ...list.map((f) => make("div", { class: `finding ${f.level}` },
     make("b", {}, `${f.title}. `), f.text, make("div", { class: "small" },
       `Steps ${f.steps[0]} to ${f.steps[f.steps.length - 1]}. Rule ${f.rule}.`))));
-  const links = run.episodes.map((page) => make("a", { href: page.href }, `step ${page.step}`));
+  const links = run.episodes.map(({ step, href }) => make("span", {}, make("a", { href }, `step ${step}`), " (",
+    make("a", { href: `${href}#episode=best` }, "best"), ", ", make("a", { href: `${href}#episode=worst` }, "worst"), ")"));
   return make("section", {}, make("h2", {}, `${run.name}: ${run.steps} steps, ${bad.length ? "what to look at" : "nothing to worry about found"}`),
     show(bad), good.length ? folded(`${run.name}: ${good.length} checks found no fault`, () => show(good)) : null,
     run.unchecked.length ? folded(`${run.name}: ${run.unchecked.length} checks lack their numbers`, () => make("ul", {}, ...run.unchecked.map((text) => make("li", {}, text)))) : null,
