@@ -214,3 +214,16 @@ def test_nothing_to_show_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one episode"):
         write_report([], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_numbers_that_json_lacks_and_halves_of_characters_are_shown(tmp_path):
+    episode = an_episode(2**53 + 1)
+    for turn, reward in zip(episode.turns, (math.nan, math.inf), strict=True):
+        turn.reward, turn.completion.log_probs[0] = reward, -reward
+    episode.turns[0].messages[1]["content"] = episode.data["task_id"] = "half \ud83d</script>"
+    EpisodeDump(tmp_path).write([episode])
+    for source in (tmp_path, [episode], episodes_to_tensordict([episode])):
+        page = write_report(source, tmp_path / "report.html").read_text(encoding="utf-8")
+        assert "half" in page
+        assert "half ?</script>" not in page
+        assert '"id": 9007199254740993' in page

@@ -132,7 +132,7 @@ class Report:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{uuid4().hex}")
         try:
-            partial.write_text(self.html(), encoding="utf-8")
+            partial.write_text(self.html(), encoding="utf-8", errors="replace")
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)

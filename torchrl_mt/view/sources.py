@@ -166,14 +166,13 @@ def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | Non
             span["turn"],
             record["fork"],
             span.get("parent", span["turn"] - 1),
-            span["reward"],
+            float(span["reward"]),  # numbers that JSON lacks are strings
             span["finish_reason"],
             ids=ids,
             pieces=span.get("pieces", _numbers(ids)),
         )
         if "versions" in span:
             turn.values["version"] = np.asarray(span["versions"], np.float32)
-            # Numbers that JSON lacks are strings.
             turn.values["log_prob"] = np.asarray([*map(float, span["log_probs"])], np.float32)
         episode.turns.append(turn)
         taken = span.get("num_messages", len(left))  # Older dumps do not tell.
