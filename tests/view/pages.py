@@ -1,4 +1,4 @@
-"""Reports from plain dicts: the template filled as the library fills it."""
+"""Reports from plain dicts. The page alone is filled: a report would read them from a source."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
+
+from torchrl_mt.view.pages import render, script_json
 
 LOG_PROB = {"key": "log_prob", "name": "log-probability", "unit": "nats", "kind": "low"}
 VERSION = {"key": "version", "name": "weight version", "unit": "", "kind": "steps"}
@@ -62,22 +61,15 @@ def part(entry: dict[str, Any]) -> str:
 
 
 def filled(episodes: list[dict[str, Any]], images: str = "") -> str:
-    assets = files("torchrl_mt") / "view" / "assets"
     listed = [{key: entry[key] for key in entry if key != "content"} for entry in episodes]
     health = [{"level": "watch", "title": "One.", "text": "Two.", "link": "#stop=length"}]
     index = {"title": "A & B", "made": "today", "sources": ["a file"], "health": health}
     index |= {"columns": COLUMNS, "episodes": listed}
     index |= {"bases": {"episode": 0, "group": 0}, "vocabulary": {}}
-    template = (assets / "report.html.j2").read_text(encoding="utf-8")
-    return (
-        jinja2.Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            title=index["title"],
-            css=Markup((assets / "report.css").read_text(encoding="utf-8")),
-            js=Markup((assets / "report.js").read_text(encoding="utf-8")),
-            index=json.dumps(index).replace("<", "\\u003c"),
-            parts="\n".join(map(part, episodes)),
-            images=images,
-        )
+    return render(
+        "report",
+        title=index["title"],
+        index=script_json(index),
+        parts="\n".join(map(part, episodes)),
+        images=images,
     )

@@ -5,7 +5,6 @@ Padding is gone and nothing else: the tokens of a row are those that a model att
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
+from torchrl_mt.collectors.dump import dump_records
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import EpisodeDataset
 from torchrl_mt.transforms import MergeTurns
@@ -107,14 +107,10 @@ def _opened(path: Path) -> Any:
     """What a path holds: the records of a dump as a list, tensors, or a data set."""
     if path.suffix == ".pt":
         return torch.load(path, map_location="cpu", weights_only=True)
-    # In a dump's folder the files alone: evaluations and rejected episodes are not trained.
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] * (path.suffix == ".jsonl")
-    for file in files[:1]:
-        if '"prompt_len"' in file.read_text(encoding="utf-8").partition("\n")[0]:
-            texts = [each.read_text(encoding="utf-8").split("\n")[:-1] for each in files]
-            return [
-                json.loads(line) for lines in texts for line in lines
-            ]  # A run may write the last.
+    # Evaluations and rejected episodes are not trained.
+    records = dump_records(path)
+    if records is not None:
+        return [*records]
     if (path / "meta.json").is_file():
         return TensorDict.load_memmap(path, allow_pickle=False)
     return EpisodeDataset(path)

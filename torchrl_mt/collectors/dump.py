@@ -6,10 +6,11 @@ in which turn and by which weights.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +23,7 @@ from torchrl_mt.json_lines import append_lines, to_json, to_line
 from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.messages import images_of
 
-__all__ = ["EpisodeDump", "episode_records"]
+__all__ = ["EpisodeDump", "dump_records", "episode_records"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -185,6 +186,39 @@ def episode_records(episode: Episode, tokenizer: Any = None) -> list[dict[str, A
         }
         records.append(to_json(of_episode | of_row))
     return records
+
+
+def dump_records(path: Path, subfolders: Iterable[str] = ()) -> Iterator[dict[str, Any]] | None:
+    """Read the lines of a dump, by version; those of evaluations have a true ``"eval"``.
+
+    An incomplete last line is left out: a run may be writing.
+
+    Args:
+        path: the folder, or a file of it.
+        subfolders: those that are read after a folder's own files: ``"eval"``, ``"rejected"``.
+
+    Returns:
+        The records; ``None`` if the path is no dump.
+    """
+    files = [path] * (path.suffix == ".jsonl" and path.is_file())
+    for folder in (path, *(path / name for name in subfolders)) if path.is_dir() else ():
+        files += sorted(folder.glob("*.jsonl"), key=_version_of)
+    if not files:
+        return None
+    with files[0].open(encoding="utf-8") as lines:
+        if '"prompt_len"' not in lines.readline():
+            return None
+    return (
+        json.loads(line) | {"eval": file.parent.name == "eval"}
+        for file in files
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]
+    )
+
+
+def _version_of(file: Path) -> tuple[int, int, str]:
+    """Order of the files of a dump."""
+    name = file.stem
+    return (1, int(name), "") if name.lstrip("-").isdigit() else (0, 0, name)
 
 
 def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:

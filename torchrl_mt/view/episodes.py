@@ -7,7 +7,7 @@ joined, so that what the sampler recorded and what training computed stand on on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,15 +122,11 @@ def _add(known: SeenEpisode, other: SeenEpisode) -> None:
 
 def _number_samples(episodes: Sequence[SeenEpisode]) -> None:
     """Count the members of groups where no source has numbered them."""
-    for members in _groups(episodes):
-        if any(episode.sample is None for episode in members):
-            for k, episode in enumerate(members):
-                episode.sample = k
-
-
-def _groups(episodes: Sequence[SeenEpisode]) -> Iterator[list[SeenEpisode]]:
     groups: dict[tuple[int, bool], list[SeenEpisode]] = {}
     for episode in episodes:
         if episode.group is not None:
             groups.setdefault((episode.group, episode.is_eval), []).append(episode)
-    yield from groups.values()
+    for members in groups.values():
+        if any(episode.sample is None for episode in members):
+            for k, episode in enumerate(members):
+                episode.sample = k

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from torchrl_mt.checks import import_extra
 from torchrl_mt.json_lines import to_json
 from torchrl_mt.view.health import RULES, judge_run
-from torchrl_mt.view.run_files import Run, read_run, replace_file
+from torchrl_mt.view.pages import render, replace_file, script_json
+from torchrl_mt.view.run_files import Run, read_run
 
 __all__ = ["page_data", "plot_run", "render_page"]
 
@@ -114,17 +111,8 @@ def page_data(runs: Sequence[Run], base: Path | None = None) -> dict[str, Any]:
 
 def render_page(data: dict[str, Any], *, live: bool = False) -> str:
     """Render the page of :func:`page_data`; a live one asks for ``metrics`` again and again."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    folder = files("torchrl_mt.view") / "assets"
-    template, css, js = (
-        (folder / f"run.{end}").read_text(encoding="utf-8") for end in ("html.j2", "css", "js")
-    )
-    # Within a script element, only "<" could end it.
-    text = json.dumps({**data, "live": live}, allow_nan=False).replace("<", "\\u003c")
     title = " and ".join(run["name"] for run in data["runs"])
-    return environment.from_string(template).render(
-        title=title, css=Markup(css), js=Markup(js), data=Markup(text)
-    )
+    return render("run", title=title, data=script_json({**data, "live": live}))
 
 
 def _described(run: Run, name: str, base: Path | None) -> dict[str, Any]:

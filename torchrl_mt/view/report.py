@@ -10,19 +10,15 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from torchrl_mt.json_lines import to_json
 from torchrl_mt.view.episodes import SeenEpisode, SeenTurn, join
-from torchrl_mt.view.sources import name_of, read_source
+from torchrl_mt.view.pages import render, replace_file, script_json
+from torchrl_mt.view.sources import are_episodes, name_of, read_source
 from torchrl_mt.vision import StoredImage
 
 __all__ = ["Report", "write_report"]
@@ -65,7 +61,7 @@ def write_report(source: Any, path: str | os.PathLike[str], *, tokenizer: Any = 
     Raises:
         TypeError: if ``source`` is none of these.
         FileNotFoundError: if there is no such file.
-        ValueError: if it has no episode, or episodes that do not end.
+        ValueError: if it has no episode.
 
     Examples:
         >>> import tempfile
@@ -100,7 +96,7 @@ class Report:
         title: str = "Episodes",
         health: Sequence[dict[str, Any]] = (),
     ) -> None:
-        several = isinstance(source, (list, tuple)) and not _are_episodes(source)
+        several = isinstance(source, (list, tuple)) and not are_episodes(source)
         sources = list(source) if several else [source]
         self.title, self.health = title, list(health)
         self.sources = [name_of(each) for each in sources]
@@ -114,11 +110,10 @@ class Report:
         vocabulary: dict[int, str] = {}
         parts = [_part(episode, images, vocabulary) for episode in self.episodes]
         files_of = [(key, image.file()) for key, image in images.items()]
-        return _template().render(
+        return render(
+            "report",
             title=self.title,
-            css=Markup(_asset("report.css")),
-            js=Markup(_asset("report.js")),
-            index=Markup(_json(self._index() | {"vocabulary": vocabulary})),
+            index=script_json(self._index() | {"vocabulary": vocabulary}),
             parts="\n".join(parts),
             images="\n".join(
                 f"{key} image/{form} {base64.b64encode(data).decode()}"
@@ -128,15 +123,7 @@ class Report:
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the page; an error leaves what was there."""
-        path = Path(path).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            partial.write_text(self.html(), encoding="utf-8", errors="replace")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        return replace_file(Path(path).expanduser(), self.html().encode("utf-8", "replace"))
 
     def _repr_html_(self) -> str:
         page = html.escape(self.html(), quote=True)
@@ -151,24 +138,16 @@ class Report:
             "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "sources": self.sources,
             "health": self.health,
-            "bases": {name: _base(numbers) for name, numbers in self._numbers().items()},
+            "bases": {
+                "episode": _base([episode.id for episode in self.episodes]),
+                "group": _base([each.group for each in self.episodes if each.group is not None]),
+            },
             "columns": _columns(self.episodes),
             "episodes": [
                 _line(episode) | {"key": key}
                 for key, episode in zip(_keys(self.episodes), self.episodes, strict=True)
             ],
         }
-
-    def _numbers(self) -> dict[str, list[int]]:
-        groups = [episode.group for episode in self.episodes if episode.group is not None]
-        return {"episode": [episode.id for episode in self.episodes], "group": groups}
-
-
-def _are_episodes(source: Sequence[Any]) -> bool:
-    """Whether a list is one source: finished episodes."""
-    from torchrl_mt.collectors import Episode
-
-    return all(isinstance(each, Episode) for each in source)
 
 
 def _base(numbers: Sequence[int]) -> int:
@@ -289,18 +268,3 @@ def _with_keys(message: Any, images: dict[str, StoredImage]) -> dict[str, Any]:
         return dict(message)
     images |= {image.key: image for image in message["images"]}
     return {**message, "images": [image.key for image in message["images"]]}
-
-
-def _json(value: Any) -> str:
-    """JSON that may stand within a script element."""
-    return json.dumps(to_json(value), ensure_ascii=False).replace("<", "\\u003c")
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files("torchrl_mt.view") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_asset("report.html.j2"))

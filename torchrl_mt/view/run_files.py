@@ -14,13 +14,12 @@ from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["EPISODES", "FACTS", "METRICS", "Run", "flat_numbers", "read_run", "replace_file"]
+__all__ = ["EPISODES", "FACTS", "METRICS", "Run", "flat_numbers", "read_run"]
 
 METRICS = "metrics.jsonl"
 FACTS = "run.json"
@@ -134,15 +133,3 @@ def flat_numbers(given: Any, prefix: str = "") -> Iterator[tuple[str, int | floa
             value = value.item()
         if isinstance(value, Real):
             yield name, int(value) if isinstance(value, Integral) else float(value)
-
-
-def replace_file(path: Path, content: bytes) -> Path:
-    """Write a file; an error leaves what was there. Returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path

@@ -26,6 +26,7 @@ from torchrl_mt.checks import check_at_least, check_choice, check_integer, check
 from torchrl_mt.installed import devices, versions
 from torchrl_mt.json_lines import append_lines, to_json, to_line
 from torchrl_mt.view.health import check_run
+from torchrl_mt.view.pages import replace_file
 from torchrl_mt.view.report import Report
 from torchrl_mt.view.run_files import (
     EPISODES,
@@ -35,7 +36,6 @@ from torchrl_mt.view.run_files import (
     Run,
     flat_numbers,
     read_run,
-    replace_file,
 )
 
 __all__ = ["RunLog"]

@@ -12,20 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.chat.encoding import decode, decode_each
 from torchrl_mt.collectors import Episode
-from torchrl_mt.collectors.dump import episode_records
+from torchrl_mt.collectors.dump import dump_records, episode_records
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import EpisodeDataset
 from torchrl_mt.json_lines import to_json
+from torchrl_mt.objectives.rows.reading import read_objects
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 from torchrl_mt.view.episodes import SeenEpisode, SeenTurn
 from torchrl_mt.vision import StoredImage
 
-__all__ = ["name_of", "read_source"]
+__all__ = ["are_episodes", "name_of", "read_source"]
 
 _VALUES = {
     "advantage": "advantage",
@@ -48,6 +49,11 @@ def name_of(source: Any) -> str:
     return type(source).__name__
 
 
+def are_episodes(source: Sequence[Any]) -> bool:
+    """Whether a list is one source: finished episodes."""
+    return all(isinstance(each, Episode) for each in source)
+
+
 def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
     """Read all episodes of a source.
 
@@ -64,9 +70,11 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
     """
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
-        files = _dump_files(path)
-        if files:
-            return [*_from_records(_records(files), path if path.is_dir() else path.parent)]
+        if not path.exists():
+            raise FileNotFoundError(f"source: there is nothing at {path}.")
+        records = dump_records(path, ("eval", "rejected"))
+        if records is not None:
+            return [*_from_records(records, path if path.is_dir() else path.parent)]
         source = EpisodeDataset(path)
     if isinstance(source, ReplayBuffer):
         source = source._storage
@@ -84,9 +92,9 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
         return [*read(source, tokenizer)]
     if isinstance(source, Episode):
         source = [source]
-    if isinstance(source, Sequence) and all(isinstance(each, Episode) for each in source):
-        records = [record for each in source for record in episode_records(each, tokenizer)]
-        return [*_from_records(records, None)]
+    if isinstance(source, Sequence) and are_episodes(source):
+        played = [record for each in source for record in episode_records(each, tokenizer)]
+        return [*_from_records(played, None)]
     raise TypeError(
         "source must be a path, an EpisodeDataset, a replay buffer, a storage, a TensorDict or Episode "
         f"objects, got {type(source).__name__}."
@@ -94,42 +102,6 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
 
 
 # Dumps
-
-
-def _dump_files(path: Path) -> list[Path]:
-    """Files of a dump, or none if the path is something else."""
-    if not path.exists():
-        raise FileNotFoundError(f"source: there is nothing at {path}.")
-    files = [path] if path.is_file() else sorted(path.glob("*.jsonl"), key=_number)
-    if path.is_dir():
-        for folder in ("eval", "rejected"):
-            files += sorted((path / folder).glob("*.jsonl"), key=_number)
-    for file in files[:1]:
-        if file.suffix != ".jsonl":
-            return []
-        with file.open(encoding="utf-8") as lines:
-            first = lines.readline()
-        try:
-            is_dump = "prompt_len" in json.loads(first)
-        except (ValueError, TypeError):
-            is_dump = False
-        if not is_dump:
-            return []
-    return files
-
-
-def _number(path: Path) -> tuple[bool, int, str]:
-    """Order of files: by number."""
-    name = path.stem
-    return (True, int(name), "") if name.lstrip("-").isdigit() else (False, 0, name)
-
-
-def _records(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    for file in files:
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n"):  # A run may be writing.
-                    yield json.loads(line) | {"eval": file.parent.name == "eval"}
 
 
 def _from_records(
@@ -307,8 +279,7 @@ def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
     }
     rewards = steps.get(("next", "reward"), None)
     texts, ends, stops, data = (
-        _objects(steps, key) if key in keys else None
-        for key in ("text", "finish_reason", "stop_reason", "data")
+        read_objects(steps, key) for key in ("text", "finish_reason", "stop_reason", "data")
     )
     for k, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         turn = SeenTurn(
@@ -377,12 +348,6 @@ def _array(value: torch.Tensor) -> np.ndarray:
 
 def _column(rows: TensorDictBase, key: str, default: Sequence[Any]) -> list[Any]:
     return rows[key].reshape(len(rows)).tolist() if key in rows else [*default]
-
-
-def _objects(batch: Any, key: str) -> list[Any]:
-    """Python objects of each step."""
-    value = batch.get(key)
-    return [value.data] * len(batch) if isinstance(value, NonTensorData) else value.tolist()
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], before: Sequence[int]) -> list[str]:
