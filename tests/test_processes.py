@@ -11,7 +11,8 @@ from concurrent.futures import Future
 import psutil
 import pytest
 
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
+from torchrl_mt import processes
 from torchrl_mt.processes import (
     WorkerProcess,
     answer,
@@ -108,3 +109,24 @@ def test_a_process_is_killed_and_missed_though_a_fork_has_its_pipe():
         late.result()
     os.kill(child, 9)
     wait_until(lambda: not psutil.pid_exists(process.pid))
+
+
+@pytest.mark.slow
+def test_an_end_mark_goes_to_no_other_process(monkeypatch):
+    """A descriptor that is closed is soon another connection's."""
+    released, found = threading.Event(), Future()
+
+    def send_all(connection, outbox):
+        while outbox.get() is not None:
+            pass
+        released.wait(PATIENCE)
+        found.set_result(connection.closed)
+
+    monkeypatch.setattr(processes, "_send_all", send_all)
+    process = WorkerProcess(Sleeper, (), "sleeper", Died)
+    os.kill(process.pid, 9)
+    with pytest.raises(Died):
+        process.ended.result()
+    time.sleep(0.05)
+    released.set()
+    assert found.result() is False

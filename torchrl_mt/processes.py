@@ -239,8 +239,8 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Sending and receiving may block.
-        start_daemon(_send_all, ours, self._outbox)
-        start_daemon(self._receive, ours)
+        sender = start_daemon(_send_all, ours, self._outbox)
+        start_daemon(self._receive, ours, sender)
 
     def call(self, method: str, *args: Any, shared: Any = None) -> Future[Any]:
         """Call a method of the host; the future gets its result or error, or ``died``."""
@@ -271,7 +271,7 @@ class WorkerProcess:
         with _exit_codes:
             return self._process.exitcode
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection, sender: threading.Thread) -> None:
         """Receive replies until the process is gone."""
         with suppress(EOFError, OSError):
             # Others that have the process's end of the pipe may outlive it.
@@ -282,7 +282,6 @@ class WorkerProcess:
                 settle(outcome, read_answer, returned, data)
         code = self.end(_GONE_SECONDS)
         self._outbox.put(None)
-        connection.close()
         hint = _MAIN_MODULE if code == 1 else ""
         gone = self._died(f"{self.name} has ended with exit code {code}.{hint}")
         with self._lock:
@@ -291,6 +290,8 @@ class WorkerProcess:
         self.ended.set_exception(gone)  # First, so that nobody gives it anything to do again.
         for outcome in lost.values():
             outcome.set_exception(gone)
+        sender.join()  # Or its end mark could go to the next connection that gets the descriptor.
+        connection.close()
 
 
 def restart_pause(in_a_row: int, longest: float) -> float:

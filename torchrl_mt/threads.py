@@ -30,9 +30,11 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("torchrl_mt")
 
 
-def start_daemon(function: Callable[..., object], *args: Any) -> None:
+def start_daemon(function: Callable[..., object], *args: Any) -> threading.Thread:
     """Call a function in a daemon thread."""
-    threading.Thread(target=function, args=args, name="torchrl_mt-call", daemon=True).start()
+    thread = threading.Thread(target=function, args=args, name="torchrl_mt-call", daemon=True)
+    thread.start()
+    return thread
 
 
 async def call_in_thread(
