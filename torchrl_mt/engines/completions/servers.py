@@ -40,6 +40,8 @@ class Server(ServerLoad):
     """Whether it has the weights of the last update. A restart puts them in doubt."""
     losses: int = 0
     """How often it has lost the weights since it last answered with them."""
+    refusals: int = 0
+    """How often nothing listened at its address."""
     restored: Future[None] | None = field(default=None, repr=False)
     """Done when it has loaded the weights that it lacked; ``None`` while no request waits for that."""
 
@@ -128,8 +130,13 @@ class Servers:
             AttemptError: if no server has the current weights.
         """
         server, version = await self._ready(prompt)
+        refusals = server.refusals
         try:
             yield server, version
+            if version and server.refusals > refusals:
+                error = AttemptError(f"{server.address} may have restarted before it sampled this.")
+                error.given_up = True
+                raise error
         except AttemptError as error:
             with self._lock:
                 self._learn(server, version, error)
@@ -332,6 +339,7 @@ class Servers:
             self._held is not None or version != self.version or server.weights != "current"
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
+        server.refusals += error.refused
         can_load = self._follows or self._bring_up is not None
         if error.refused and self.version and can_load and server.weights == "current":
             server.weights = "doubtful"
