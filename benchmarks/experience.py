@@ -296,6 +296,46 @@ def passes(args: argparse.Namespace) -> Iterator[Row]:
     yield from compared(args, contenders)
 
 
+def shared_prefixes(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows that begin alike: a group with one prompt, and turns whose thoughts are left out later."""
+    model = small_model(args)
+    options = {} if args.dtype is None else {"dtype": getattr(torch, args.dtype)}
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(0, model.config.vocab_size, shape, device=args.device)
+
+    prompt, sampled = 512, 128
+    group = torch.cat([draw(1, prompt).expand(GROUP, -1), draw(GROUP, sampled)], 1)
+    attended = torch.ones_like(group, dtype=torch.bool)
+    yield from compared(args, _packings(model, (group, attended, attended.cumsum(1) > prompt), options))
+
+    turns, new, thought, answer = 6, 32, 64, 32
+    seen, rows, lengths = draw(128), [], []
+    for _ in range(turns):
+        seen = torch.cat([seen, draw(new)])
+        said = draw(answer)
+        rows.append(torch.cat([seen, draw(thought), said]))
+        lengths.append(len(seen))
+        seen = torch.cat([seen, said])
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    along = torch.arange(tokens.shape[1], device=args.device)
+    attended = along < torch.tensor([len(row) for row in rows], device=args.device)[:, None]
+    mask = attended & (along >= torch.tensor(lengths, device=args.device)[:, None])
+    thoughts = compared(args, _packings(model, (tokens, attended, mask), options))
+    for name, *others in thoughts:
+        yield (name.replace("a group of 8", "six turns without old thoughts"), *others)
+
+
+def _packings(
+    model: nn.Module, rows: tuple[Tensor, ...], options: dict[str, Any]
+) -> dict[str, Counted]:
+    return {
+        "a group of 8, padded": step(model, [rows], **options),
+        "  packed": step(model, [rows], packed=True, **options),
+        "  trees": step(model, [rows], packed="tree", **options),
+    }
+
+
 def compared(args: argparse.Namespace, contenders: dict[str, Counted]) -> Iterator[Row]:
     """Rows of a table, each compared with the first."""
     seconds = medians(args.device, max(1, args.repeats // 5), *(c.run for c in contenders.values()))
@@ -378,6 +418,11 @@ PARTS = {
     ),
     "passes": Part(
         ("forward and backward", "tokens", "fewer", "s", "faster"), (44, 14, 14, 14, 14), passes
+    ),
+    "trees": Part(
+        ("forward and backward", "tokens", "fewer", "s", "faster"),
+        (44, 14, 14, 14, 14),
+        shared_prefixes,
     ),
     "memory": Part(("vocabulary, how", "peak, MiB", "s"), (60, 20, 20), memory),
 }

@@ -52,7 +52,9 @@ from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.scoring.packing_check import tree_width
 from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.row_trees import tree_ratio
 from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.values import check_critic, row_values
 
@@ -305,6 +307,8 @@ class ExperienceMaker(TensorDictModuleBase):
             if "kl" in out:
                 update_kl_coefficient(self.kl_coef, out["kl"], whole.scored)
         self.metrics = metrics | found
+        if self.passes.packed == "tree":
+            self.metrics["tree/ratio"] = tree_ratio(*batch.inputs[:2], tree_width(self.actor))
         return rows
 
     def rows_of(self, batch: Any) -> TensorDictBase:

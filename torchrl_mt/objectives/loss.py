@@ -62,9 +62,10 @@ from torchrl_mt.objectives.metrics import (
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
-from torchrl_mt.objectives.splitting import cut
+from torchrl_mt.objectives.splitting import cut, cut_trees
 from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
+from torchrl_mt.scoring.packing_check import tree_width
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
 from torchrl_mt.scoring.values import check_critic, row_values
@@ -477,7 +478,12 @@ class MultiTurnLoss(LossModule):
         if passes.micro_batch_tokens == "auto":
             limit = self._find_limit(whole, total, lengths, models)
             passes = replace(passes, micro_batch_tokens=limit)
-        return [part.to(whole.mask.device) for part in cut(lengths.cpu(), passes)]
+        if passes.packed == "tree":
+            rows = whole.entries["action"], whole.entries["attention_mask"]
+            parts = cut_trees(*rows, passes, tree_width(self.actor_network))
+        else:
+            parts = cut(lengths.cpu(), passes)
+        return [part.to(whole.mask.device) for part in parts]
 
     def _find_limit(
         self, whole: _Rows, total: float | Tensor, lengths: Tensor, models: list[nn.Module]

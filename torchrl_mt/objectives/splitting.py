@@ -5,6 +5,7 @@ Every row is in exactly one part, with its images. Equal rows give equal parts i
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heapreplace
 from typing import Literal, get_args
 
@@ -19,6 +20,7 @@ from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.packing import micro_batches as batches_of
 from torchrl_mt.scoring.packing import packs
 from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.row_trees import row_trees, tree_batches
 
 Kept = Literal["group", "episode"]
 """Which rows stay together: those of a group, or those of an episode (its forks)."""
@@ -108,16 +110,40 @@ def micro_batches(
     passes = Passes.checked(passes)
     check_process_group(process_group)
     if process_group is None:
-        return [_take(rows, part) for part in cut(_lengths(rows), passes)]
+        return [_take(rows, part) for part in _cut(rows, passes)]
     parts: list[Tensor] = []
 
     def extend() -> int:
-        parts.extend(cut(_lengths(rows), passes))
+        parts.extend(_cut(rows, passes))
         return len(parts)
 
     number = max(call_on_all(extend, process_group))
     parts += [torch.arange(0, device="cpu")] * (number - len(parts))
     return [_take(rows, part) for part in parts]
+
+
+def _cut(rows: TensorDictBase, passes: Passes) -> list[Tensor]:
+    """Choose the rows of each micro-batch: one or more ``[n]`` int64."""
+    lengths = _lengths(rows)
+    if passes.packed != "tree":
+        return cut(lengths, passes)
+    tokens = read_entry(rows, ExperienceKeys.action, ExperienceKeys.action)
+    key = ExperienceKeys.attention_mask
+    return cut_trees(tokens, read_entry(rows, key, key), passes, math.inf)
+
+
+def cut_trees(
+    tokens: Tensor, attention_mask: Tensor, passes: Passes, width: float
+) -> list[Tensor]:
+    """Choose the rows of each micro-batch, by the tokens of the rows' trees.
+
+    See :func:`~torchrl_mt.scoring.row_trees.row_trees`.
+    """
+    trees = row_trees(tokens, attention_mask, width, passes.max_tokens)
+    parts = [[row for tree in batch for row in tree.rows] for batch in tree_batches(trees, passes)]
+    rest = (~attention_mask.any(-1)).nonzero().squeeze(-1).tolist()
+    parts = [*parts[:-1], parts[-1] + rest] if parts else [rest]
+    return [torch.tensor(sorted(part), dtype=torch.long, device="cpu") for part in parts]
 
 
 def cut(lengths: Tensor, passes: Passes) -> list[Tensor]:

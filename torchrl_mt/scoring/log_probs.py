@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
@@ -146,9 +147,12 @@ def _score(
         return score(found)
     if isinstance(found, tuple):
         return found
+    logits, state = found.flatten(0, 1), step.state.to(found.device)
+    if passes.packed == "tree":  # Several tokens may follow one state.
+        logits, state = logits[state], torch.arange(len(state), device=found.device)
     return log_probs_at(
-        found.flatten(0, 1),
-        step.state.to(found.device),
+        logits,
+        state,
         step.target.to(found.device),
         temperature=passes.temperature,
         with_entropy=passes.with_entropy,

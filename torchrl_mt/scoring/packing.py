@@ -152,7 +152,8 @@ def forward_passes(
         >>> step.state.tolist(), step.target.tolist()
         ([0, 1, 3], [6, 7, 9])
     """
-    packed, with_lengths = passes.packed, passes.packed and with_lengths
+    packed = bool(passes.packed)
+    with_lengths = packed and with_lengths
     most_rows, most_tokens = passes.micro_batch_size, passes.max_tokens
     empty = tokens[:0], attention_mask[:0], mask[:0]
     if not tokens.numel():
@@ -173,7 +174,7 @@ def forward_passes(
     more = 0 if number is None else number(len(parts)) - len(parts)
     for part in parts:
         group = [lines[i] for i in part.tolist()]
-        step = _forward_pass(tokens, attention_mask, mask, lengths, group, packed, vision)
+        step = pass_over(tokens, attention_mask, mask, lengths, group, packed=packed, vision=vision)
         if with_lengths and vision is None:
             step.inputs.update(_lengths(lengths[group[0]], tokens.device))
         yield step
@@ -193,14 +194,15 @@ def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tens
     return out.view(tokens.shape)
 
 
-def _forward_pass(
+def pass_over(
     tokens: Tensor,
     attention_mask: Tensor,
     mask: Tensor,
     lengths: Tensor,
     lines: list[list[int]],
-    packed: bool,
-    vision: RowVision | None,
+    *,
+    packed: bool = False,
+    vision: RowVision | None = None,
 ) -> ForwardPass:
     """Make one pass over lines of rows; each line becomes a sequence of the batch."""
     device, count = tokens.device, len(lines)

@@ -7,10 +7,11 @@ other rows' embeddings: the gradient reveals leaks through weights too small to 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,7 @@ from torchrl_mt.scoring.forward import (
 )
 from torchrl_mt.scoring.packing import ForwardPass, check_rows, forward_passes
 from torchrl_mt.scoring.passes import Passes
+from torchrl_mt.scoring.row_trees import FLEX, tree_passes
 from torchrl_mt.scoring.row_vision import RowVision, check_sampled, vision_model
 from torchrl_mt.scoring.spare_image import SpareImage
 from torchrl_mt.vision import RowImages
@@ -69,11 +71,23 @@ def passes_over(
         check_sampled(kind, tokens, mask)
     vision = RowVision.of(model, tokens, attention_mask, images)
     if passes.packed:
-        check_packing(model, tokens[attention_mask], passes.dtype)
-    with_lengths = passes.packed and takes_lengths(model)
+        check_packing(model, tokens[attention_mask], passes.dtype, passes.packed)
+    with_lengths = bool(passes.packed) and takes_lengths(model)
     # Without limits all rows are one pass.
     limited = passes.micro_batch_size is not None or passes.max_tokens is not None
     number = partial(most, model=model) if limited and is_sharded(model) else None
+    if passes.packed == "tree":
+        check_window(model, attention_mask)
+        yield from tree_passes(
+            tokens,
+            attention_mask,
+            mask,
+            passes,
+            width=tree_width(model),
+            attention=attention_implementation(model),
+            number=number,
+        )
+        return
     spare = SpareImage.of(model)
     for step in forward_passes(
         tokens,
@@ -88,17 +102,51 @@ def passes_over(
         yield step if spare is None or has_images else spare.added_to(step)
 
 
-def check_packing(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> None:
+def tree_width(model: nn.Module) -> float:
+    """Tokens at which a model's attention over a tree costs as much as its other layers.
+
+    A layer of width ``h`` has about ``12 h ** 2`` weights, and attention has ``2 h`` products for each
+    pair of tokens.
+    """
+    if attention_implementation(model) == FLEX:
+        return math.inf
+    return 6.0 * getattr(text_config(model), "hidden_size", 1024)
+
+
+def check_window(model: nn.Module, attention_mask: Tensor) -> None:
+    """Refuse rows that are longer than a model's attention reaches: the mask of a tree replaces it."""
+    config = text_config(model)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    longest = int(attention_mask.sum(-1).max()) if attention_mask.numel() else 0
+    if window and "sliding_attention" in kinds and longest > window:
+        raise ValueError(
+            f"packed='tree' cannot be used for a row of {longest} tokens with {type(model).__name__}, "
+            f"whose attention slides over {window}; pass packed=True."
+        )
+
+
+def check_packing(
+    model: nn.Module,
+    tokens: Tensor,
+    dtype: torch.dtype | None = None,
+    packed: bool | Literal["tree"] = True,
+) -> None:
     """Refuse a model that has a :func:`packing_fault`."""
-    fault = packing_fault(model, tokens, dtype)
+    fault = packing_fault(model, tokens, dtype, packed)
     if fault is not None:
         raise ValueError(
-            "packed=True needs a model that keeps packed rows apart, but "
+            f"packed={packed!r} needs a model that keeps packed rows apart, but "
             f"{type(model).__name__} {fault}; pass packed=False."
         )
 
 
-def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> str | None:
+def packing_fault(
+    model: nn.Module,
+    tokens: Tensor,
+    dtype: torch.dtype | None = None,
+    packed: bool | Literal["tree"] = True,
+) -> str | None:
     """Find out why a model does not support packed rows.
 
     Packing is refused if another row of the pack changes a row's states, or could (a gradient shows
@@ -113,6 +161,7 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
         model: A causal language model or a critic.
         tokens: Any tokens of its vocabulary.
         dtype: Type to compute in.
+        packed: ``True`` for rows one after the other, ``"tree"`` for trees of rows.
 
     Returns:
         The reason, phrased to follow the model's name, or ``None`` if packing is supported.
@@ -123,10 +172,11 @@ def packing_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None = 
         TypeError: If the model returns no tensor.
     """
     known = _FAULTS.setdefault(model, {})
-    kind = (attention_implementation(model), *_types(model, dtype))
+    kind = (packed, attention_implementation(model), *_types(model, dtype))
     if kind not in known:
+        fault = _tree_fault(model) if packed == "tree" else _signature_fault(model)
         # Run the model inside its wrapper: the wrapper's ranks would wait for each other.
-        known[kind] = _signature_fault(model) or _trial_fault(unwrapped(model), tokens, dtype)
+        known[kind] = fault or _trial_fault(unwrapped(model), tokens, dtype, packed)
     return known[kind]
 
 
@@ -160,7 +210,22 @@ def _signature_fault(model: nn.Module) -> str | None:
     return None
 
 
-def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) -> str | None:
+def _tree_fault(model: nn.Module) -> str | None:
+    """Find out why a model cannot be called with trees of rows."""
+    if vision_model(model) is not None:
+        return "takes images, which rows of one prefix need not share"
+    attention = attention_implementation(model) or ""
+    if "flash" in attention:
+        return f"has {attention}, which takes no mask (attn_implementation='sdpa' does)"
+    return _signature_fault(model)
+
+
+def _trial_fault(
+    model: nn.Module,
+    tokens: Tensor,
+    dtype: torch.dtype | None,
+    kind: bool | Literal["tree"],
+) -> str | None:
     """Find out how packed rows differ from the rows alone."""
     name = type(model).__name__
     vision = vision_model(model)
@@ -176,10 +241,22 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
     choice = torch.randint(
         0, len(some), attended.shape, generator=torch.Generator().manual_seed(0), device="cpu"
     )
+    fixed = looked_at
+    if kind == "tree":
+        # All rows begin alike and differ from their third token on.
+        choice[:, :2] = choice[LOOKED_AT, :2]
+        choice[:, 2] = torch.arange(len(LENGTHS), device="cpu") % len(some)
+        fixed = looked_at | (torch.arange(max(LENGTHS), device="cpu") < 3)
 
     def trial(index: Tensor, packed: bool) -> ForwardPass:
         with_lengths = packed and takes_lengths(model)
         ids = some[index]
+        if packed and kind == "tree":
+            attention = attention_implementation(model)
+            (step,) = tree_passes(
+                ids, attended, looked_at, Passes(), width=math.inf, attention=attention
+            )
+            return step
         if images is not None and vision is not None:
             # Behind the first token; its positions do not count on.
             ids[:, 1:3] = vision.image_token_id
@@ -205,7 +282,7 @@ def _trial_fault(model: nn.Module, tokens: Tensor, dtype: torch.dtype | None) ->
         leaks = _has_gradient_of_others(model, step, dtype)
         if leaks is None:
             changed = (choice + 1) % len(some)
-            others = _states(model, trial(torch.where(looked_at, choice, changed), True), dtype)
+            others = _states(model, trial(torch.where(fixed, choice, changed), True), dtype)
             itself = _states(model, trial(torch.where(looked_at, changed, choice), True), dtype)
             leaks = not torch.equal(others, together)
             if torch.equal(itself, together):
@@ -283,7 +360,8 @@ def _has_gradient_of_others(
         except RuntimeError:
             return None  # A kernel without a backward pass.
     own = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-    own[int(step.state.min()) : int(step.state.max()) + 2] = True
+    own[step.state.cpu()] = True
+    own[int(step.state.max()) + 1] = True
     gradients = [gradient.flatten(0, 1).cpu() for gradient in found if gradient is not None]
     # Without a gradient by the row itself, a zero gradient by others proves nothing.
     if not any(bool(x[own].any()) for x in gradients):

@@ -21,9 +21,9 @@ class Passes:
 
     Args:
         packed: Put several rows into one sequence instead of padding. The model's attention must keep
-            them apart, which is tested once with a few tokens. Rows for reward models are always
-            padded.
-        micro_batch_size: Maximum sequences (rows, or packs of rows) per pass; no limit by default.
+            them apart, which is tested once with a few tokens. ``"tree"`` also computes what rows begin
+            with in common only once (:ref:`prefix-trees`). Rows for reward models are always padded.
+        micro_batch_size: Maximum sequences (rows, packs or trees of rows) per pass; no limit by default.
         micro_batch_tokens: Maximum tokens per pass, padding included; ``None`` is no limit. A longer row
             is a pass of its own. ``"auto"``: 32,768 for scores; in
             :class:`~torchrl_mt.objectives.MultiTurnLoss` as many as keep 512 MiB of activations, on CUDA
@@ -42,7 +42,7 @@ class Passes:
         'auto'
     """
 
-    packed: bool = False
+    packed: bool | Literal["tree"] = False
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
     dtype: torch.dtype | None = None
@@ -50,6 +50,8 @@ class Passes:
     with_entropy: bool = False
 
     def __post_init__(self) -> None:
+        if self.packed not in (False, True, "tree"):
+            raise ValueError(f"packed must be True, False or 'tree', got {self.packed!r}.")
         for name in ("micro_batch_size", "micro_batch_tokens"):
             limit = getattr(self, name)
             if limit == "auto" and name == "micro_batch_tokens":

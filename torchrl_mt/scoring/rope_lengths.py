@@ -41,6 +41,8 @@ def _row_lengths(inputs: dict[str, Any]) -> Tensor:
         return position[ends] + 1
     if mask is not None and mask.ndim == 2:
         return mask.sum(-1)
+    if position is not None:
+        return position.flatten() + 1  # A row may end at any token of a tree.
     return torch.tensor([inputs["input_ids"].shape[1]], device="cpu")
 
 
