@@ -307,7 +307,9 @@ def shared_prefixes(args: argparse.Namespace) -> Iterator[Row]:
     prompt, sampled = 512, 128
     group = torch.cat([draw(1, prompt).expand(GROUP, -1), draw(GROUP, sampled)], 1)
     attended = torch.ones_like(group, dtype=torch.bool)
-    yield from compared(args, _packings(model, (group, attended, attended.cumsum(1) > prompt), options))
+    yield from compared(
+        args, _packings(model, (group, attended, attended.cumsum(1) > prompt), options)
+    )
 
     turns, new, thought, answer = 6, 32, 64, 32
     seen, rows, lengths = draw(128), [], []

@@ -72,7 +72,7 @@ def test_parts_have_the_losses_and_gradients_of_one_pass(objective, aggregation,
 
 
 @pytest.mark.parametrize("weights", [{}, {"loss_kl": 0.0}, {"loss_entropy": 3.0, "loss_kl": -1.0}])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "tree"])
 def test_losses_may_be_weighed_in_their_sum(weights, packed):
     model = make_model()
     options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic_of(model), "packed": packed}

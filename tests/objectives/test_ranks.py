@@ -99,7 +99,7 @@ def gradient_errors(rank):
     models = {"one": (make_model(), make_critic())}
     models["ddp"] = tuple(map(DistributedDataParallel, (make_model(), make_critic())))
     models["fsdp"] = tuple(map(sharded, (make_model(), make_critic())))
-    for kind, packed in itertools.product(AGGREGATIONS, (False, True)):
+    for kind, packed in itertools.product(AGGREGATIONS, (False, True, "tree")):
         options = {"aggregation": kind, "kl_coef": 0.1, "entropy_coef": 0.1, "packed": packed}
 
         def gradient(name, run, options=options):
@@ -389,7 +389,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_ranks_make_the_gradient_of_one_process(found, name, split):
     for of_rank in found:
-        for kind, packed in itertools.product(AGGREGATIONS, (False, True)):
+        for kind, packed in itertools.product(AGGREGATIONS, (False, True, "tree")):
             assert of_rank["gradients"][name, split, kind, packed] < CLOSE, (kind, packed)
 
 

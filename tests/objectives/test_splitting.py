@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import pytest
@@ -13,6 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 from tests.scoring.vision_rows import rows_with_images
 from torchrl_mt.objectives import Passes, micro_batches, split_rows
 from torchrl_mt.objectives.rows.reading import read_episode
+from torchrl_mt.scoring.row_trees import row_trees
 from torchrl_mt.vision import RowImages
 
 LENGTHS = st.lists(st.integers(0, 9), max_size=12)
@@ -72,6 +74,23 @@ def test_micro_batches_stay_within_their_limits(lengths, size, most, packed):
         assert most is None or cost <= most or len(part) == 1
     if size is most is None:
         assert len([part for part in parts if tokens(part)]) <= 1
+
+
+@given(
+    seed=st.integers(0, 99), size=st.none() | st.integers(1, 4), most=st.sampled_from([None, 5, 20])
+)
+def test_micro_batches_of_trees_stay_within_their_limits(seed, size, most):
+    generator = torch.Generator().manual_seed(seed)
+    full = torch.randint(1, 4, (9, 7), generator=generator)
+    attended = torch.arange(7) < torch.randint(0, 8, (9, 1), generator=generator)
+    masks = {"all_attention_mask": attended}
+    rows = TensorDict({"tokens": {"full": full}, "masks": masks, "number": torch.arange(9)}, [9])
+    passes = Passes(micro_batch_size=size, micro_batch_tokens=most, packed="tree")
+    parts = micro_batches(rows, passes)
+    assert sorted(chain(*numbers(parts))) == list(range(9))
+    for part in parts:
+        trees = row_trees(part["tokens", "full"], part["masks", "all_attention_mask"], math.inf)
+        assert most is None or sum(tree.size for tree in trees) <= max(most, 7)
 
 
 def test_images_follow_their_rows():

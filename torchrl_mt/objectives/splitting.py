@@ -132,9 +132,7 @@ def _cut(rows: TensorDictBase, passes: Passes) -> list[Tensor]:
     return cut_trees(tokens, read_entry(rows, key, key), passes, math.inf)
 
 
-def cut_trees(
-    tokens: Tensor, attention_mask: Tensor, passes: Passes, width: float
-) -> list[Tensor]:
+def cut_trees(tokens: Tensor, attention_mask: Tensor, passes: Passes, width: float) -> list[Tensor]:
     """Choose the rows of each micro-batch, by the tokens of the rows' trees.
 
     See :func:`~torchrl_mt.scoring.row_trees.row_trees`.

@@ -274,21 +274,29 @@ def _trial_fault(
             together = _states(model, step, dtype)
         except TypeError as error:
             return f"cannot be called with position_ids and without attention_mask ({error})"
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            if kind != "tree":
+                raise
+            return f"takes no attention_mask of shape [B, 1, L, L] ({error})"
         if not bool(alone.isfinite().all() & together.isfinite().all()):
             raise ValueError(
-                f"packed=True is tried with a few tokens first, but {name} computes NaN or infinity "
+                f"packed={kind!r} is tried with a few tokens first, but {name} computes NaN or infinity "
                 "from them; look at its weights and at dtype."
             )
         leaks = _has_gradient_of_others(model, step, dtype)
         if leaks is None:
+            # Again, as compiled code may have been compiled anew since.
+            together = _states(model, step, dtype)
             changed = (choice + 1) % len(some)
             others = _states(model, trial(torch.where(fixed, choice, changed), True), dtype)
             itself = _states(model, trial(torch.where(looked_at, changed, choice), True), dtype)
             leaks = not torch.equal(others, together)
             if torch.equal(itself, together):
                 raise ValueError(
-                    f"packed=True is tried with a few tokens first, but {name} computes the same from "
-                    "any tokens, so it cannot be tested; give it weights other than zero, or pass "
+                    f"packed={kind!r} is tried with a few tokens first, but {name} computes the same "
+                    "from any tokens, so it cannot be tested; give it weights other than zero, or pass "
                     "packed=False until it is trained."
                 )
     low = _types(model, dtype)[1].itemsize <= 2

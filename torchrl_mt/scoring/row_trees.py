@@ -131,14 +131,14 @@ def tree_passes(
     trees = row_trees(tokens, attention_mask, width, passes.max_tokens)
     batches = tree_batches(trees, passes) if trees else []
     lengths = attention_mask.sum(-1).cpu()
-    rows = tuple(entry.cpu().numpy() for entry in (tokens, attention_mask, mask))
+    ids, attended, sampled = (x.cpu().numpy() for x in (tokens, attention_mask, mask))
     count = max(1, len(batches)) if number is None else number(max(1, len(batches)))
     for batch in batches:
         if all(len(tree.rows) == 1 for tree in batch):
             lines = [tree.rows for tree in batch]
             yield pass_over(tokens, attention_mask, mask, lengths, lines)
         else:
-            yield _tree_pass(*rows, batch, attention, tokens.device)
+            yield _tree_pass(ids, attended, sampled, batch, attention, tokens.device)
     for _ in range(count - len(batches)):
         yield from forward_passes(tokens[:0], attention_mask[:0], mask[:0], Passes())
 
@@ -202,7 +202,9 @@ def _ancestors(end: Tensor, attention: str | None) -> Any:
     if attention == "sdpa":
         return seen
     # The smallest number of half precision too: sums with scores stay finite.
-    return torch.zeros(seen.shape, device=end.device).masked_fill(~seen, torch.finfo(torch.float16).min)
+    return torch.zeros(seen.shape, device=end.device).masked_fill(
+        ~seen, torch.finfo(torch.float16).min
+    )
 
 
 def _texts(tokens: Tensor, attention_mask: Tensor) -> list[np.ndarray]:
