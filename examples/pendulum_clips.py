@@ -134,7 +134,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Collect episodes, train the model, evaluate it and draw the curve."""
+    """Collect episodes, train the model, evaluate it and draw the curves."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     print(f"collecting {args.episodes} episodes of {EPISODE_LENGTH} steps ...", flush=True)
