@@ -24,20 +24,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
-from tqdm import tqdm, trange
+from tqdm import trange
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_mt import pretrained
@@ -49,15 +48,7 @@ from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
-from torchrl_mt.view import write_report
-
-try:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
-except ImportError:
-    plt = None
+from torchrl_mt.view import RunLog, plot_run, write_report
 
 GAMMA = 0.9
 CONCURRENCY = 64
@@ -136,22 +127,29 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         model, objective="ppo", clip_epsilon=0.2, entropy_coef=args.entropy_coef
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_decay(args.updates))
-    report = Report(args)
-    run = {"model": model, "optimizer": optimizer, "schedule": schedule, "buffer": buffer}
-    run |= {"collector": collector, "maker": maker, "report": report}
+    optimum = optimal_return(args.numbers, args.turns, GAMMA)
+    before, seconds = dict[str, float](), {"rollout": 0.0, "training": 0.0}
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "buffer": buffer}
+    parts |= {"collector": collector, "maker": maker, "before": before, "seconds": seconds}
     checkpoint = RunCheckpoint(args.checkpoints) if args.checkpoints else None
-    done = checkpoint.restore(**run) if checkpoint else None
+    done = checkpoint.restore(**parts) if checkpoint else None
     if done is None:
+        (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
         if not args.model:
             warm_start(model, tokenizer, args)
-        report.start(evaluate(collector, args)[0])
+        played = evaluate(collector, args)
+        before |= scores(played)
+        write_report(played, args.out / "before.html", tokenizer=tokenizer)
+        print(
+            f"start: return {before['return']:.3f}, success {before['success']:.3f} "
+            f"(optimum {optimum:.3f})"
+        )
 
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        tqdm(collector, unit="update", initial=done or 0) as progress,
-    ):
-        for _ in progress:
-            report.collected()
+    log = RunLog(args.out, loggers=(), config=args, total_steps=args.updates, progress=True)
+    with log, contextlib.suppress(KeyboardInterrupt):
+        start = time.perf_counter()
+        for update, _ in enumerate(collector, (done or 0) + 1):
+            collected = time.perf_counter()
             rows = maker(buffer.sample().to(args.device))
             for _ in range(args.epochs):
                 for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
@@ -162,24 +160,40 @@ def train(args: argparse.Namespace) -> dict[str, float]:
                     optimizer.zero_grad()
             schedule.step()
             collector.update_policy_weights_(model)
-            progress.set_postfix(report.updated(buffer.storage, losses, collector.stats()))
+            last = losses.select("entropy", "clip_fraction")
+            log.log(update, collector.stats(), maker.metrics, last, scores(buffer.storage[:]))
             buffer.empty()
+            seconds["rollout"] += collected - start
+            start = time.perf_counter()
+            seconds["training"] += start - collected
             if checkpoint:
-                checkpoint.save(len(report.metrics), **run)
+                checkpoint.save(update, **parts)
 
-    report.save()
+    stats = collector.stats()
     engine.update_weights(model)  # an interrupt may have come between a step and its update
-    after, played = evaluate(collector, args)
-    page = write_report(played, args.out / "report.html", tokenizer=tokenizer)
-    reached = report.finish(after, page)
-    if args.model:
-        print(
-            f"right before {report.before['success']:.2f} after {reached['success']:.2f}, "
-            f"plain text nll {nll:.2f} -> {policy.plain_text_nll():.2f}"
-        )
+    played = evaluate(collector, args)
+    after = scores(played)
+    page = write_report(played, args.out / "after.html", tokenizer=tokenizer)
     collector.shutdown()
     engine.close()
-    return reached
+    print(f"return      {after['return']:.3f}  (before: {before['return']:.3f})")
+    print(f"success     {after['success']:.3f}  (before: {before['success']:.3f})")
+    print(f"optimum     {optimum:.3f}")
+    print(f"of optimum  {after['return'] / optimum:.1%}")
+    print(f"episodes    {stats['accepted']}")
+    print(f"tokens      {stats['tokens']} generated")
+    print(f"seconds     {seconds['rollout']:.0f} rollout, {seconds['training']:.0f} training")
+    try:
+        print(f"curves      {plot_run(args.out)}  (as a picture: run.png)")
+    except ImportError as error:
+        print(f"no curves   {error}")
+    print(f"games       {page}  (before: {args.out / 'before.html'})")
+    if args.model:
+        print(
+            f"right before {before['success']:.2f} after {after['success']:.2f}, "
+            f"plain text nll {nll:.2f} -> {policy.plain_text_nll():.2f}"
+        )
+    return {"before": before["return"], "after": after["return"], "optimum": optimum}
 
 
 def check_same_arguments(args: argparse.Namespace) -> None:
@@ -189,8 +203,9 @@ def check_same_arguments(args: argparse.Namespace) -> None:
     file = args.checkpoints / "arguments.json"
     if not file.exists():
         args.checkpoints.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as path:
-            path.write_text(json.dumps(own), encoding="utf-8")
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(own), encoding="utf-8")
+        unfinished.replace(file)  # whole or not at all
     began = json.loads(file.read_text(encoding="utf-8"))
     other = [f"{name}={value!r}" for name, value in began.items() if own.get(name) != value]
     if other:
@@ -240,172 +255,24 @@ def warmup_then_decay(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
 
 
-# Evaluation and report
+# Evaluation
 
 
-def evaluate(
-    collector: MultiTurnCollector, args: argparse.Namespace
-) -> tuple[dict[str, Any], TensorDictBase]:
-    """Mean return, share of games won, and a few games to read; and all games.
-
-    The hidden numbers are the same each time, and differ from those of the training.
-    """
+def evaluate(collector: MultiTurnCollector, args: argparse.Namespace) -> TensorDictBase:
+    """Play games whose hidden numbers are the same each time, and differ from the training's."""
     games = list(GuessNumber.data(args.eval_episodes, numbers=args.numbers, seed=2**32))
     size = 2 * CONCURRENCY
     starts = trange(0, len(games), size, desc="evaluation", unit="batch")
     played = torch.cat([collector.evaluate(games[i : i + size]) for i in starts])
-    played = DiscountedReturn(GAMMA)(played)
-    return {**outcome(played), "games": transcript(played, 5)}, played
+    return DiscountedReturn(GAMMA)(played)
 
 
-def outcome(steps: TensorDictBase) -> dict[str, float]:
+def scores(steps: TensorDictBase) -> dict[str, float]:
     """Mean discounted return and share of games won, of whole episodes with returns."""
     done = steps["next", "done"][:, 0]
     first = torch.cat([done.new_ones(1), done[:-1]])
     returns, rewards = steps["next", "return"][:, 0], steps["next", "reward"][:, 0]
     return {"return": returns[first].mean().item(), "success": (rewards.sum() / first.sum()).item()}
-
-
-def transcript(steps: TensorDictBase, games: int) -> str:
-    """The first games as readable text."""
-    lines: list[str] = []
-    for messages, done in zip(steps["text"], steps["next", "done"][:, 0].tolist(), strict=True):
-        lines += [f"{message['role']:>9}: {message['content']}" for message in messages]
-        if done:
-            lines.append("")
-            games -= 1
-        if not games:
-            break
-    return "\n".join(lines)
-
-
-class Report:
-    """Records metrics and writes them to the output folder."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.out: Path = args.out
-        self.optimum = optimal_return(args.numbers, args.turns, GAMMA)
-        self.title = f"Guess a number from 1 to {args.numbers} in {args.turns} turns"
-        self.before: dict[str, Any] = {}
-        self.metrics: list[dict[str, float]] = []
-        self.seconds = {"rollout": 0.0, "training": 0.0}
-        self.clock = time.perf_counter()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": self.before, "metrics": self.metrics, "seconds": self.seconds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.clock = time.perf_counter()
-
-    def start(self, before: dict[str, Any]) -> None:
-        """Begin the training, given the scores before it."""
-        self.before = before
-        print(
-            f"start: return {before['return']:.3f}, success {before['success']:.3f} "
-            f"(optimum {self.optimum:.3f})"
-        )
-        self.clock = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Add the time since the last lap to ``seconds[name]``."""
-        now = time.perf_counter()
-        self.seconds[name] += now - self.clock
-        self.clock = now
-
-    def collected(self) -> None:
-        """Record that a batch of episodes was collected."""
-        self.lap("rollout")
-
-    def updated(
-        self, storage: EpisodeStorage, losses: TensorDictBase, stats: dict[str, Any]
-    ) -> dict[str, str]:
-        """Record an update; return the text of the progress bar."""
-        self.lap("training")
-        self.metrics.append(
-            {
-                "episodes": stats["accepted"],
-                "tokens": stats["tokens"],
-                **outcome(storage[:]),
-                **{key: losses[key].item() for key in ("entropy", "approx_kl", "clip_fraction")},
-                **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
-            }
-        )
-        recent = self.metrics[-5:]
-        running = sum(row["return"] for row in recent) / len(recent)
-        return {"return": f"{running:.3f}", "optimum": f"{self.optimum:.3f}"}
-
-    def save(self) -> None:
-        """Write the metrics and the curve of the updates so far."""
-        if not self.metrics:
-            return
-        with replacing(self.out / "metrics.csv") as path, path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.metrics[0])
-            writer.writeheader()
-            writer.writerows(self.metrics)
-        if plt is not None:
-            with replacing(self.out / "curve.png") as path:
-                self.draw(path)
-
-    def finish(self, after: dict[str, Any], page: Path) -> dict[str, float]:
-        """Write games from before and after training, and print the results and the page's path."""
-        with replacing(self.out / "episodes.txt") as path:
-            path.write_text(
-                f"BEFORE\n\n{self.before['games']}\nAFTER\n\n{after['games']}", encoding="utf-8"
-            )
-        last = self.metrics[-1] if self.metrics else {"episodes": 0, "tokens": 0}
-        print(f"return      {after['return']:.3f}  (before: {self.before['return']:.3f})")
-        print(f"success     {after['success']:.3f}  (before: {self.before['success']:.3f})")
-        print(f"optimum     {self.optimum:.3f}")
-        print(f"of optimum  {after['return'] / self.optimum:.1%}")
-        print(f"episodes    {last['episodes']}")
-        print(f"tokens      {last['tokens']} generated")
-        print(
-            f"seconds     {self.seconds['rollout']:.0f} rollout, "
-            f"{self.seconds['training']:.0f} training"
-        )
-        print(f"written to  {self.out}")
-        if plt is None:
-            print("no figure   it needs matplotlib: pip install 'torchrl-mt[examples]'")
-        print(f"games       {page}  (open it in a browser)")
-        return {
-            "before": self.before["return"],
-            "after": after["return"],
-            "success": after["success"],
-            "optimum": self.optimum,
-        }
-
-    def draw(self, path: Path) -> None:
-        """Draw returns and successes, raw (pale) and smoothed, and the optimum as a line."""
-        episodes = [row["episodes"] for row in self.metrics]
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        for name, label in (("return", "discounted return"), ("success", "games won")):
-            values = [row[name] for row in self.metrics]
-            (line,) = axes.plot(episodes, smoothed(values), label=label)
-            axes.plot(episodes, values, color=line.get_color(), alpha=0.3, linewidth=1)
-        axes.axhline(self.optimum, color="black", linestyle="--", label="best possible return")
-        axes.set(title=self.title, xlabel="episodes played", ylim=(0, 1.02))
-        axes.set_ylabel("mean of an update's episodes (pale: as is)")
-        axes.legend(loc="lower right")
-        figure.savefig(path, format="png", dpi=120)
-        plt.close(figure)
-
-
-def smoothed(values: list[float], width: int = 9) -> list[float]:
-    """The mean of each value and its neighbours, ``width`` of them where there are as many."""
-    near = [values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values))]
-    return [sum(some) / len(some) for some in near]
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Write to a temporary file, which replaces ``path`` once it is complete."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 # The command line

@@ -36,14 +36,7 @@ from torchrl.modules import MLP, EGreedyModule, GRUModule, QValueModule, set_rec
 from tqdm import tqdm
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
-
-try:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
-except ImportError:
-    plt = None
+from torchrl_mt.view import RunLog, plot_run
 
 MAX_STEPS = 500
 NUM_ENVS = 16
@@ -202,16 +195,6 @@ def evaluate(network: TensorDictSequential, episodes: int, seed: int) -> float:
     return (before_the_end.sum(1) + 1).clamp_max(MAX_STEPS).float().mean().item()
 
 
-def plot(path: Path, curve: list[tuple[int, float]]) -> None:
-    """Draw the return over training."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(*zip(*curve, strict=True), marker="o")
-    axes.set(xlabel="environment steps", ylabel="mean return of the greedy policy")
-    axes.set(title="CartPole without velocities", ylim=(0, MAX_STEPS * 1.02))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def positive(text: str) -> int:
     """An argument that must be a positive integer."""
     value = int(text)
@@ -283,8 +266,10 @@ def train(args: argparse.Namespace) -> float:
         clips["td_error"] = error.detach().abs() * learned
         buffer.update_tensordict_priority(clips)
 
-    frames, updates, curve = 0, 0, []
+    frames, updates, reached = 0, 0, 0.0
     bar = tqdm(total=args.updates, desc="training", mininterval=1.0)
+    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    log = RunLog(args.out, loggers=(), config=args, progress=False)
     for _ in collector:
         frames += FRAMES_PER_BATCH
         explore.step(FRAMES_PER_BATCH)
@@ -295,25 +280,25 @@ def train(args: argparse.Namespace) -> float:
             updates += 1
             bar.update()
             if updates % args.every == 0 or updates == args.updates:
-                curve.append((frames, evaluate(target, args.episodes, seed=updates)))
-                bar.set_postfix({"return": f"{curve[-1][1]:.0f}"})
-            if updates == args.updates or (curve and curve[-1][1] >= args.goal):
+                reached = evaluate(target, args.episodes, seed=updates)
+                log.log(updates, {"frames": frames, "eval/reward": reached})
+                bar.set_postfix({"return": f"{reached:.0f}"})
+            if updates == args.updates or reached >= args.goal:
                 break
         else:
             continue
         break
     collector.shutdown()
     bar.close()
+    log.close()
 
     reached = evaluate(target, 100, seed=args.seed + 1_000_000)
     print(f"after {updates} updates and {frames} steps of the environment:")
     print(f"mean return of 100 fresh episodes: {reached:.1f} of {MAX_STEPS}")
-    if plt is None:
-        print("no curve: it needs matplotlib: pip install 'torchrl-mt[examples]'")
-        return reached
-    path = args.out / "curve.png"
-    plot(path, curve)
-    print(f"curve: {path}")
+    try:
+        print(f"curve: {plot_run(args.out)} (as a picture: run.png)")
+    except ImportError as error:
+        print(f"no curve: {error}")
     return reached
 
 

@@ -24,14 +24,7 @@ from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 from tqdm import tqdm
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
-
-try:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
-except ImportError:
-    plt = None
+from torchrl_mt.view import RunLog, plot_run
 
 NUM_ENVS = 4
 EPISODE_LENGTH = 100
@@ -109,23 +102,6 @@ class Standstill(nn.Module):
         return obs.unsqueeze(1).expand(-1, actions.shape[1], -1)
 
 
-def plot(
-    path: Path, curve: list[tuple[int, float]], before: Tensor, after: Tensor, still: Tensor
-) -> None:
-    """Draw the validation error over training, and over the horizon."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(*zip(*curve, strict=True))
-    left.set(xlabel="gradient steps", ylabel="validation error", yscale="log")
-    horizon = range(1, len(before) + 1)
-    right.plot(horizon, before, label="before training")
-    right.plot(horizon, after, label="after training")
-    right.plot(horizon, still, label="nothing moves", color="grey", linestyle="--")
-    right.set(xlabel="steps ahead, open loop", ylabel="validation error", yscale="log")
-    right.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def positive(text: str) -> int:
     """An argument that must be a positive integer."""
     value = int(text)
@@ -158,7 +134,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Collect episodes, train the model, evaluate it and draw the curve."""
+    """Collect episodes, train the model, evaluate it and draw the curves."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     print(f"collecting {args.episodes} episodes of {EPISODE_LENGTH} steps ...", flush=True)
@@ -175,7 +151,9 @@ def train(args: argparse.Namespace) -> None:
         return squared_error(model, held_out)
 
     before = validate()
-    curve = [(0, before.mean().item())]
+    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    log = RunLog(args.out, loggers=(), config=args, progress=False)
+    log.log(0, loss_validation=before.mean())
     every = max(1, args.steps // 50)
     for step in tqdm(range(1, args.steps + 1), desc="training", mininterval=1.0):
         loss = squared_error(model, buffer.sample().reshape(-1, args.slice_len)).mean()
@@ -185,18 +163,20 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         schedule.step()
         if step % every == 0 or step == args.steps:
-            curve.append((step, validate().mean().item()))
+            after = validate()
+            log.log(step, loss_training=loss, loss_validation=after.mean())
+    log.close()
 
     still = squared_error(Standstill(), held_out)
-    first, last = curve[0][1], curve[-1][1]
+    first, last = before.mean(), after.mean()
     print(f"validation error, {args.slice_len} steps open loop: {first:.4g} -> {last:.4g}")
     print(f"the prediction that nothing moves: {still.mean():.4g}")
-    if plt is None:
-        print("no curve: it needs matplotlib: pip install 'torchrl-mt[examples]'")
-        return
-    path = args.out / "curve.png"
-    plot(path, curve, before, validate(), still)
-    print(f"curve: {path}")
+    for k in (0, args.slice_len - 1):
+        print(f"at step {k + 1}: {before[k]:.4g} -> {after[k]:.4g} (nothing moves: {still[k]:.4g})")
+    try:
+        print(f"curves: {plot_run(args.out)} (as a picture: run.png)")
+    except ImportError as error:
+        print(f"no curves: {error}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,6 @@ from PIL import Image
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Compose
-from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
@@ -39,14 +38,7 @@ from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.transforms import MergeTurns, VisionInputs
-
-try:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
-except ImportError:
-    plt = None
+from torchrl_mt.view import RunLog, plot_run
 
 GAMMA = 0.5  # a move is hardly worse for what follows it
 EPISODES_PER_UPDATE = 32
@@ -144,13 +136,14 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda k: min(1.0, 10 * (k + 1) / args.updates) * (1 - k / args.updates)
     )
-    optimum, returns = optimal_return(args.side), list[float]()
+    optimum = optimal_return(args.side)
     before = evaluate(collector, args.side)
     print(f"start: return {mean_return(before):.3f} (optimum {optimum:.3f})")
 
-    with contextlib.suppress(KeyboardInterrupt), tqdm(collector, unit="update") as progress:
-        for _ in progress:
-            returns.append(mean_return(buffer.storage[:]))
+    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    log = RunLog(args.out, loggers=(), config=args, total_steps=args.updates, progress=True)
+    with log, contextlib.suppress(KeyboardInterrupt):
+        for update, _ in enumerate(collector, 1):
             rows = maker(buffer.sample().to(args.device))
             for _ in range(2):
                 for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
@@ -161,21 +154,24 @@ def train(args: argparse.Namespace) -> dict[str, float]:
                     optimizer.zero_grad()
             schedule.step()
             collector.update_policy_weights_(model)
-            progress.set_postfix(
-                {"return": f"{np.mean(returns[-5:]):.3f}", "optimum": f"{optimum:.3f}"}
-            )
+            reward = mean_return(buffer.storage[:])
+            last = losses.select("entropy", "clip_fraction")
+            log.log(update, collector.stats(), last, reward=reward)
             buffer.empty()
 
     after = evaluate(collector, args.side)
     collector.shutdown()
     engine.close()
     film(after, args.out / "episodes.png")
-    draw(returns, optimum, args.out / "curve.png")
     reached = {"before": mean_return(before), "after": mean_return(after), "optimum": optimum}
     print(f"return      {reached['after']:.3f}  (before: {reached['before']:.3f})")
     print(f"optimum     {optimum:.3f}")
     print(f"of optimum  {reached['after'] / optimum:.1%}")
-    print(f"written to  {args.out}")
+    print(f"episodes    {args.out / 'episodes.png'}")
+    try:
+        print(f"curves      {plot_run(args.out)}  (as a picture: run.png)")
+    except ImportError as error:
+        print(f"no curves   {error}")
     return reached
 
 
@@ -196,7 +192,7 @@ def mean_return(steps: TensorDictBase) -> float:
     return float(steps["next", "reward"].sum() / steps["next", "done"].sum())
 
 
-# Pictures
+# What the model saw
 
 
 def film(steps: TensorDictBase, path: Path, episodes: int = 6) -> None:
@@ -218,21 +214,6 @@ def film(steps: TensorDictBase, path: Path, episodes: int = 6) -> None:
             sheet[top : top + height, left : left + width] = picture
     scale = max(1, 64 // height)
     Image.fromarray(sheet.repeat(scale, 0).repeat(scale, 1)).save(path)
-
-
-def draw(returns: list[float], optimum: float, path: Path) -> None:
-    """Draw the curve of returns."""
-    if plt is None:
-        print("no figure   it needs matplotlib: pip install 'torchrl-mt[examples]'")
-        return
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(np.arange(1, len(returns) + 1) * EPISODES_PER_UPDATE, returns, label="return")
-    axes.axhline(optimum, color="black", linestyle="--", label="best possible return")
-    axes.set(title="Walk to the green cell, seen as pixels", xlabel="episodes played")
-    axes.set_ylabel("return, mean of an update's episodes")
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 # The command line

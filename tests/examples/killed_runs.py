@@ -4,7 +4,6 @@
 All runs are forked from one process, since importing everything takes longer than a short run.
 """
 
-import csv
 import importlib.util
 import json
 import os
@@ -18,11 +17,15 @@ from pathlib import Path
 
 import torch
 
+from torchrl_mt.view.run_files import read_run
+
 UPDATES = 45
 """More than twenty killed runs come to: none of them makes more than two saves."""
 ARGS = ["--numbers", "4", "--turns", "2", "--warm-start-steps", "20", "--lr", "1e-4"]
 ARGS += ["--episodes", "4", "--eval-episodes", "4", "--updates", str(UPDATES)]
-COUNTERS = ["started", "accepted", "rejected", "turns", "tokens", "forks", "policy_version"]
+METRICS = ["started", "accepted", "rejected", "turns", "tokens", "forks", "policy_version"]
+METRICS += ["return", "success", "entropy", "clip_fraction", "data_order"]
+"""What does not depend on the time; the last one only in the runs of this file."""
 TO_THE_DISK = {os.mkdir, os.open, os.fsync, os.rename, os.unlink, os.rmdir}
 
 
@@ -32,7 +35,7 @@ def load_example():
     spec = importlib.util.spec_from_file_location("guess_number", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    example.MAX_RESPONSE_TOKENS, example.plt = 4, None
+    example.MAX_RESPONSE_TOKENS, example.plot_run = 4, lambda folder: None
     rows_of_update = []
 
     class Maker(example.ExperienceMaker):
@@ -40,16 +43,11 @@ def load_example():
             rows_of_update[:] = rows["tokens", "full"].tolist()
             return super().forward(rows)
 
-    class Report(example.Report):
-        def updated(self, storage, losses, stats):
-            shown = super().updated(storage, losses, stats)
-            prompts = storage[:].get(("tokens", "prompt"), as_list=True)
-            data = json.dumps([rows_of_update, [prompt.tolist() for prompt in prompts]])
-            self.metrics[-1]["data_order"] = zlib.crc32(data.encode())
-            self.metrics[-1] |= {f"collector/{name}": stats[name] for name in COUNTERS}
-            return shown
+    class Log(example.RunLog):
+        def log(self, step, *dicts):
+            super().log(step, *dicts, data_order=zlib.crc32(json.dumps(rows_of_update).encode()))
 
-    example.ExperienceMaker, example.Report = Maker, Report
+    example.ExperienceMaker, example.RunLog = Maker, Log
     return example
 
 
@@ -104,12 +102,11 @@ class Runs:
 
         cls.save = saved
 
-    def metrics(self, name):
-        with (self.folder / name / "metrics.csv").open() as file:
-            return [
-                {k: float(v) for k, v in row.items() if not k.endswith("seconds")}
-                for row in csv.DictReader(file)
-            ]
+
+def metrics(out):
+    """What was logged in each update, of ``METRICS``."""
+    rows = read_run(out).rows.values()
+    return [{name: row[name] for name in METRICS if name in row} for row in rows]
 
 
 def calls_of(act, which):
@@ -187,7 +184,7 @@ def main(folder, kills):
         log.append({"how": how, "status": status, "unfinished": unfinished, "found": found})
     report = {"log": log, "end": runs.end("killed"), "calls": calls, "update": update}
     report["left"] = sorted(each.name for each in checkpoints.iterdir())
-    return report | {name: runs.metrics(name) for name in ("undisturbed", "killed")}
+    return report | {name: metrics(folder / name) for name in ("undisturbed", "killed")}
 
 
 if __name__ == "__main__":

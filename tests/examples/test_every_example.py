@@ -1,4 +1,4 @@
-"""What every example promises: it runs, draws a curve, refuses bad arguments and stops cleanly."""
+"""What every example promises: it runs, draws its curves, refuses bad arguments and stops cleanly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.tiers import first_fast
+from torchrl_mt.view.run_files import read_run
 
 from .conftest import SHORT
 
@@ -31,21 +32,31 @@ one_example_fast = pytest.mark.parametrize("name", first_fast(SHORT))
 
 
 @one_example_fast
-def test_a_short_run_draws_its_curve(load, name, tmp_path):
+def test_a_short_run_draws_its_curves(load, name, tmp_path):
     out = tmp_path / "new" / "folder"
     assert load(name).main([*SHORT[name].split(), "--out", str(out)]) == 0
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_begun_anew_forgets_the_earlier_one(load, tmp_path):
+    for steps in "31":
+        module = load("pendulum_clips")
+        arguments = ["--steps", steps, *SHORT["pendulum_clips"].split()[2:]]
+        assert module.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert list(read_run(tmp_path).rows) == [0, 1]
 
 
 @pytest.mark.slow
 @each_example
-def test_without_matplotlib_a_run_says_how_to_get_the_curve(
+def test_without_matplotlib_a_run_says_how_to_get_the_curves(
     load, name, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    for missing in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, missing, None)  # its import fails
     assert load(name).main([*SHORT[name].split(), "--out", str(tmp_path)]) == 0
-    assert not (tmp_path / "curve.png").exists()
-    assert "needs matplotlib: pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert not (tmp_path / "run.png").exists()
+    assert "pip install 'torchrl-mt[examples]'" in capsys.readouterr().out
 
 
 @each_example

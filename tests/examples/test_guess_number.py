@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 
@@ -15,6 +13,7 @@ import pytest
 from tests.chat.templates import CHATML, byte_level
 from tests.examples import killed_runs
 from tests.waiting import PATIENCE
+from torchrl_mt.view.run_files import read_run
 
 from .conftest import EXAMPLES, SHORT, save_model
 
@@ -37,49 +36,27 @@ def test_it_learns(example, tmp_path):
 def test_a_run_writes_what_it_says(example, tmp_path, capsys):
     out = tmp_path
     assert example.main([*QUICK, "--out", str(out)]) == 0
-    written = ["curve.png", "episodes.txt", "metrics.csv", "report.html"]
+    written = ["after.html", "before.html", "metrics.jsonl", "run.html", "run.json", "run.png"]
     assert sorted(p.name for p in out.iterdir()) == written
-    with (out / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["episodes"]) for row in rows] == [8, 16]
-    assert 0 <= float(rows[-1]["return"]) <= 1
-    games = (out / "episodes.txt").read_text()
-    assert games.index("BEFORE") < games.index("user: guess 1 to 16") < games.index("AFTER")
+    rows = read_run(out).rows
+    assert [row["accepted"] for row in rows.values()] == [8, 16]
+    assert 0 <= rows[2]["return"] <= 1
+    for name in ("before", "after"):
+        assert "guess" in (out / f"{name}.html").read_text()
     printed, bars = capsys.readouterr()
     for name in ("return", "success", "optimum", "episodes", "tokens", "seconds"):
         assert f"\n{name} " in printed
-    assert printed.splitlines()[-1].startswith(f"games       {out / 'report.html'}")
+    assert f"\ncurves      {out / 'run.html'}" in printed
+    assert printed.splitlines()[-1].startswith(f"games       {out / 'after.html'}")
     for name in ("warm start", "evaluation"):
         assert f"{name}: 100%" in bars
-
-
-def test_the_figure_says_what_it_shows(example, tmp_path, monkeypatch):
-    shown = []
-    monkeypatch.setattr(example.plt, "close", shown.append)
-    args = example.parse(["--numbers", "8", "--turns", "4", "--out", str(tmp_path)])
-    report = example.Report(args)
-    returns = [0.0, 1.0] * 10
-    report.metrics = [
-        {"episodes": 128 * (k + 1), "return": value, "success": value}
-        for k, value in enumerate(returns)
-    ]
-    report.draw(tmp_path / "curve.png")
-    (axes,) = shown[0].axes
-    assert axes.get_title() == "Guess a number from 1 to 8 in 4 turns"
-    assert axes.get_xlabel()
-    assert axes.get_ylabel()
-    smooth, raw = (line.get_ydata() for line in axes.lines[:2])
-    assert list(raw) == returns
-    assert list(smooth) == pytest.approx(
-        [statistics.mean(returns[max(0, i - 4) : i + 5]) for i in range(20)]
-    )
 
 
 def test_a_saved_model_is_trained_without_warm_start(example, tmp_path, capsys):
     pytest.importorskip("peft", reason="LoRA needs the extra [lora]")
     args = [*QUICK, "--model", save_model(tmp_path, CHATML.on(byte_level()))]
     assert example.main([*args, "--out", str(tmp_path / "out")]) == 0
-    assert "user: I think of a number from 1 to 8." in (tmp_path / "out/episodes.txt").read_text()
+    assert (tmp_path / "out/after.html").exists()
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"right before .+ after .+, plain text nll \d+\.\d\d -> \d+\.\d\d", last)
 
@@ -109,15 +86,14 @@ def test_a_missing_model_is_reported(example, tmp_path, capsys):
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing_half_written(example, tmp_path, capsys, monkeypatch):
-    def full(report, path):
-        path.write_bytes(b"half a picture")
+def test_a_full_disk_ends_the_run_with_what_was_logged(example, tmp_path, capsys, monkeypatch):
+    def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(example.Report, "draw", full)
+    monkeypatch.setattr(example, "plot_run", full)
     assert example.main([*QUICK, "--out", str(tmp_path)]) == 1
     assert "No space left on device" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+    assert list(read_run(tmp_path).rows) == [1, 2]
 
 
 @pytest.mark.slow
@@ -142,32 +118,20 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path):
     run.send_signal(signal.SIGINT)
     out, err = run.communicate()
     assert run.returncode == 0, err
-    assert "written to" in out
-    with (tmp_path / "metrics.csv").open() as file:
-        assert 1 <= len(list(csv.DictReader(file))) < 500
-    assert (tmp_path / "episodes.txt").exists()
-
-
-def metrics_of(out):
-    with (out / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    return [{k: float(v) for k, v in row.items() if not k.endswith("seconds")} for row in rows]
+    assert "of optimum" in out
+    assert 1 <= len(read_run(tmp_path).rows) < 500
+    assert (tmp_path / "after.html").exists()
 
 
 def check_equal(metrics, expected):
     """Counters and data must be the same; what depends on weights, up to rounding."""
     assert len(metrics) == len(expected)
     for got, row in zip(metrics, expected, strict=True):
-        rounded = {"entropy", "approx_kl"}
-        assert {k: v for k, v in got.items() if k not in rounded} == {
-            k: v for k, v in row.items() if k not in rounded
-        }
-        for name in rounded:
-            assert got[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6)
+        assert got.pop("entropy") == pytest.approx(row.pop("entropy"), rel=1e-4, abs=1e-6)
+        assert got == row
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "plt", None)
     args = [*QUICK, "--numbers", "4", "--turns", "2"]
     out, checkpoints = tmp_path / "out", ["--checkpoints", str(tmp_path / "checkpoints")]
     assert example.main([*args, "--out", str(tmp_path / "undisturbed")]) == 0
@@ -180,18 +144,15 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatc
 
         patch.setattr(example.RunCheckpoint, "save", stop_after_saving)
         assert example.main([*args, "--out", str(out), *checkpoints]) == 1
-    assert not (out / "metrics.csv").exists()
     capsys.readouterr()
     monkeypatch.delattr(example, "warm_start")
     assert example.main([*args, "--lr", "0.5", "--out", str(out), *checkpoints]) == 1
     assert "began with lr=0.001: give the same arguments" in capsys.readouterr().err
     assert example.main([*args, "--out", str(out), *checkpoints]) == 0
-    check_equal(metrics_of(out), metrics_of(tmp_path / "undisturbed"))
+    check_equal(*(killed_runs.metrics(each) for each in (out, tmp_path / "undisturbed")))
     printed, bars = capsys.readouterr()
     assert "start:" not in printed
     assert "1/2" in bars
-    games = [(each / "episodes.txt").read_text() for each in (out, tmp_path / "undisturbed")]
-    assert games[0] == games[1]
 
 
 @pytest.mark.slow

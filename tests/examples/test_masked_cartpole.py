@@ -10,7 +10,7 @@ def test_it_learns(example, tmp_path):
     args = ["--updates", "400", "--goal", "120", "--every", "50", "--episodes", "16"]
     reached = example.train(example.parse([*args, "--out", str(tmp_path)]))
     assert reached > 80
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_cart_moves_as_gymnasiums(example):

@@ -16,7 +16,7 @@ def test_the_error_falls_and_the_curve_is_drawn(example, tmp_path, capsys):
     still = float(re.search(r"nothing moves: (\S+)", printed).group(1))
     assert last < first / 4
     assert last < still
-    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_buffer_holds_whole_episodes_that_the_collector_cut(example):

@@ -22,6 +22,7 @@ __all__ = ["page_data", "plot_run", "render_page"]
 
 _CHARTS = """
 Reward | per episode | reward: reward, reward/*/mean: *, eval/reward: evaluation
+Return | per episode, discounted | return: training
 Success | share of episodes | success: training, success/*: *, eval/success: evaluation
 KL to the reference | nats per token | kl/mean: before the update, kl_to_ref: in the loss
 KL to the old policy | nats per token | approx_kl: estimate
@@ -167,11 +168,12 @@ def _draw(data: dict[str, Any], path: Path) -> None:
     """Draw the charts that are not folded, as a PNG."""
     figures = import_extra("matplotlib.figure", "examples")
     charts = [chart for chart in data["charts"] if not chart["folded"]]
-    rows = max(1, -(-len(charts) // 3))
-    figure = figures.Figure(figsize=(15, 3.4 * rows), layout="constrained")
+    columns = min(3, max(1, len(charts)))
+    rows = max(1, -(-len(charts) // columns))
+    figure = figures.Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
     many = len(data["runs"]) > 1
     for number, chart in enumerate(charts, 1):
-        axes = figure.add_subplot(rows, 3, number, xlabel="step", ylabel=chart["unit"])
+        axes = figure.add_subplot(rows, columns, number, xlabel="step", ylabel=chart["unit"])
         axes.set_title(chart["title"])
         axes.grid(alpha=0.3)
         for curve in chart["curves"]:

@@ -261,6 +261,7 @@ def _summary(found: Mapping[str, float]) -> dict[str, Any]:
     ended = found.get("accepted", 0) + found.get("rejected", 0)
     shown = {
         "reward": found[rewards[0]] if rewards else None,
+        "return": found.get("return"),
         "tokens/s": found.get("tokens_per_second"),
         "rejected": f"{found.get('rejected', 0) / ended:.0%}" if ended else None,
         "staleness": found.get("staleness/mean"),
