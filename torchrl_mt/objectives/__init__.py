@@ -10,12 +10,14 @@ from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
 from torchrl_mt.objectives.rewards.text import TextReward
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.splitting import micro_batches, split_rows
+from torchrl_mt.scoring.distillation import Distillation
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 __all__ = [
     "Advantage",
+    "Distillation",
     "ExperienceKeys",
     "ExperienceMaker",
     "ExperiencePipeline",

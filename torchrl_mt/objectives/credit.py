@@ -29,7 +29,7 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.rows.batch import RowBatch
 
-AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae"]
+AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae", "distill"]
 """Kinds of advantage: of whole episodes within groups, or over time."""
 
 CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
@@ -38,6 +38,7 @@ GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BAT
 """Kinds that read the group; the other group kinds compare with the whole batch."""
 _TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
 ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
+"""Kinds that compare rewards: all but ``"distill"``."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Advantage:
       (:func:`~torchrl_mt.objectives.functional.episode_gae`,
       :func:`~torchrl_mt.objectives.functional.turn_gae`,
       :func:`~torchrl_mt.objectives.functional.bilevel_gae`);
+    - ``"distill"``: with a teacher, how much likelier it finds each sampled token than the old policy
+      did, ``log_probs/teacher - log_probs/old``: on average the negative KL to the teacher, per token;
     - a callable from the rows, which have all other outputs already, to ``[N, S]``.
 
     Args:
@@ -89,7 +92,7 @@ class Advantage:
 
     def __post_init__(self) -> None:
         if not callable(self.kind):
-            check_choice("advantage", self.kind, ADVANTAGE_KINDS)
+            check_choice("advantage", self.kind, (*ADVANTAGE_KINDS, "distill"))
         for name in ("lmbda", "turn_gamma", "turn_lmbda"):
             check_unit_interval(name, getattr(self, name))
         check_finite("lone_value", self.lone_value)
@@ -177,6 +180,8 @@ class Credit:
                 self.advantage.kind, batch, {**made, "value_target": returns}
             )
             hint = "advantage(rows) is at fault."
+        elif self.advantage.kind == "distill":
+            advantage = made["teacher_log_probs"] - made["sample_log_prob"].float()
         elif not self.advantage.needs_critic:
             advantage = self._from_comparison(batch, returns, self.advantage.kind)
         advantage = batch.finite_float("advantage", advantage, batch.scored, hint)

@@ -50,6 +50,7 @@ from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
 from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
+from torchrl_mt.scoring.distillation import check_same_tokens
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.packing_check import tree_width
@@ -90,6 +91,8 @@ class ExperienceMaker(TensorDictModuleBase):
             ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
         ref: The reference policy, of the same kinds as ``actor``; without it there is no KL. ``"base"``
             is the base model of the actor's PEFT adapters: the actor with its adapters off.
+        teacher: A language model of the actor's tokenizer, for ``advantage="distill"``; writes
+            ``("log_probs", "teacher")``.
         critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
         process: What does not count, or counts less: ``"dynamic_sampling"``, ``"clip_filter"``,
             ``"top_entropy"``, a function from rows to rows, or several.
@@ -125,6 +128,7 @@ class ExperienceMaker(TensorDictModuleBase):
         reward: Recipe | RewardMix | None = None,
         gamma: float | None = None,
         ref: nn.Module | Literal["base"] | None = None,
+        teacher: nn.Module | None = None,
         critic: nn.Module | None = None,
         process: str | Process | Sequence[str | Process] = (),
         kl_coef: KLCoefficient = 0.0,
@@ -149,6 +153,9 @@ class ExperienceMaker(TensorDictModuleBase):
                 )
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
+        if teacher is not None:
+            causal_lm(teacher)
+            check_same_tokens(actor, teacher)
         if critic is not None:
             check_critic(critic)
         self.advantage = advantage if isinstance(advantage, Advantage) else Advantage(advantage)
@@ -157,11 +164,14 @@ class ExperienceMaker(TensorDictModuleBase):
         self.gamma = gamma
         if self.credit.advantage.needs_critic and critic is None:
             raise ValueError(f"advantage={self.advantage.kind!r} needs a critic, got critic=None.")
+        if self.advantage.kind == "distill" and teacher is None:
+            raise ValueError("advantage='distill' needs a teacher, got teacher=None.")
         check_choice("kl_kind", kl_kind, get_args(KLKind))
         check_choice("old_log_probs", old_log_probs, get_args(OldLogProbs))
         self.passes = Passes.checked(passes)
         self.actor = actor
         self.ref = ref
+        self.teacher = teacher
         self.critic = critic
         self.process = find_functions("process", process, FILTERS)
         check_process_group(process_group)
@@ -227,6 +237,7 @@ class ExperienceMaker(TensorDictModuleBase):
         read += ["group"] * self.reads_group + ["entropy"] * self.reads_entropy
         read += ["label"] * self.reward.needs_label
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
+        write += ["teacher_log_probs"] * (self.teacher is not None)
         write += ["entropy"] * self.passes.with_entropy + ["value"] * (self.critic is not None)
         write += ["shaped_reward"] * (not self.own_reward) + ["advantage", "value_target"]
         write += ["weight"] * any(map(is_filter, self.process))
@@ -236,7 +247,7 @@ class ExperienceMaker(TensorDictModuleBase):
         may += ["turn_return"] * (self.own_reward and self.advantage.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
         self.optional_in_keys += image_keys(
-            self.actor, None if isinstance(self.ref, str) else self.ref, self.critic
+            self.actor, None if isinstance(self.ref, str) else self.ref, self.teacher, self.critic
         )
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
@@ -406,6 +417,12 @@ class ExperienceMaker(TensorDictModuleBase):
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
             out["kl"] = batch.finite_float(
                 "kl", kl, batch.scored, "the policies are too far apart."
+            )
+        if self.teacher is not None:
+            passes = replace(self.passes, with_entropy=False)
+            said, _ = self._score(self.teacher, batch, passes)
+            out["teacher_log_probs"] = batch.finite_float(
+                "teacher_log_probs", said, batch.scored, MODEL_FAULT
             )
         if self.critic is not None:
             value = self._values(self.critic, batch)

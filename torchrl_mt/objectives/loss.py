@@ -20,6 +20,7 @@ from torchrl_mt._hosts.torch import has_gradient_hooks
 from torchrl_mt._hosts.torchrl import loss_mask_keys
 from torchrl_mt.checks import (
     check_choice,
+    check_class,
     check_finite,
     check_is_batch,
     check_positive,
@@ -64,7 +65,8 @@ from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.splitting import cut, cut_trees
 from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
-from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs
+from torchrl_mt.scoring.distillation import Distillation, check_same_tokens
+from torchrl_mt.scoring.log_probs import causal_lm, row_scores
 from torchrl_mt.scoring.packing_check import tree_width
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import image_keys, vision_towers
@@ -128,6 +130,10 @@ class MultiTurnLoss(LossModule):
         kl_kind: The estimator to minimise (:doc:`/credit`). The gradient of k1 is 0 on average.
         entropy_coef: Weight of the entropy bonus.
         critic: A value network, or :class:`~torchrl_mt.objectives.ValueLoss`.
+        distillation: A teacher, and how the actor is drawn to it at the sampled tokens.
+        sft_coef: Weight of the cross-entropy of further tokens, those of the entry ``("masks", "sft")``,
+            such as a tool's output: their sum over the number of trained tokens (``"token_mean"``),
+            of sequences or of prompts.
         freeze_vision: Do not train the vision towers of actor and critic, here and for good
             (:doc:`/images`).
         passes: How rows are cut into forward passes, and the sampling temperature
@@ -168,6 +174,7 @@ class MultiTurnLoss(LossModule):
         group: NestedKey = ExperienceKeys.group
         value: NestedKey = ExperienceKeys.value
         value_target: NestedKey = ExperienceKeys.value_target
+        sft_mask: NestedKey = ExperienceKeys.sft_mask
 
     def __init__(
         self,
@@ -182,6 +189,8 @@ class MultiTurnLoss(LossModule):
         kl_kind: KLKind = "k3",
         entropy_coef: float | None = None,
         critic: nn.Module | ValueLoss | None = None,
+        distillation: Distillation | None = None,
+        sft_coef: float | None = None,
         freeze_vision: bool = False,
         passes: Passes | None = None,
     ) -> None:
@@ -218,6 +227,11 @@ class MultiTurnLoss(LossModule):
             kl_coefficient(kl_coef)
         if entropy_coef is not None:
             check_finite("entropy_coef", entropy_coef)
+        if sft_coef is not None:
+            check_finite("sft_coef", sft_coef)
+        if distillation is not None:
+            check_class("distillation", distillation, Distillation)
+            check_same_tokens(actor, distillation.teacher)
         if not isinstance(freeze_vision, bool):
             raise TypeError(f"freeze_vision must be True or False, got {freeze_vision!r}.")
         if freeze_vision:
@@ -233,6 +247,8 @@ class MultiTurnLoss(LossModule):
         self.kl_kind: KLKind = kl_kind
         self.entropy_coef = entropy_coef
         self.value_loss = valued
+        self.distillation = distillation
+        self.sft_coef = sft_coef
         self.passes = Passes.checked(passes)
         self._idle = IdleUpdates()
         self._tokens_in_memory: int | None = None
@@ -243,6 +259,8 @@ class MultiTurnLoss(LossModule):
             *([] if kl_coef is None else ["loss_kl", "kl_to_ref"]),
             *([] if entropy_coef is None else ["loss_entropy"]),
             *([] if critic is None else ["loss_critic", *CRITIC_DIAGNOSTICS]),
+            *([] if distillation is None else ["loss_distill", "divergence"]),
+            *([] if sft_coef is None else ["loss_sft"]),
             *(CORRECTION_DIAGNOSTICS if corrections else []),
             *(POLICY_DIAGNOSTICS if "sample_log_prob" in self._names() else SUPERVISED_DIAGNOSTICS),
         ]
@@ -263,6 +281,7 @@ class MultiTurnLoss(LossModule):
             "group": self.aggregation == "prompt_mean",
             "value_target": self.critic_network is not None,
             "value": self.value_loss is not None and self.value_loss.clip_value is not None,
+            "sft_mask": self.sft_coef is not None,
         }
         always = ["action", "attention_mask", "assistant_mask"]
         return always + [name for name, is_needed in needed.items() if is_needed]
@@ -407,6 +426,8 @@ class MultiTurnLoss(LossModule):
         out |= {f"correction_{name}": value for name, value in metrics.items()}
         if "kl" in tokens:
             out["kl_to_ref"] = aggregate(tokens["kl"].detach(), mask)
+        if "divergence" in tokens:
+            out["divergence"] = aggregate(tokens["divergence"].detach(), mask)
         if "value" in tokens:
             returns = rows["value_target"]
             out |= critic_diagnostics(tokens["value"], returns, tokens["value_clipped"], mask)
@@ -422,17 +443,30 @@ class MultiTurnLoss(LossModule):
             self.passes, micro_batch_size=None, micro_batch_tokens=None, with_entropy=True
         )
         # Without a bonus the entropy is only reported: no gradient reaches it.
-        log_prob, entropy = row_log_probs(
+        imitated = rows.get("sft_mask")
+        log_prob, entropy, divergence = row_scores(
             self.actor_network,
-            *inputs,
+            rows["action"],
+            rows["attention_mask"],
+            mask if imitated is None else mask | imitated,
             images=part.images,
             passes=passes,
+            distillation=self.distillation,
         )
         assert entropy is not None
 
         def reduce(per_token: Tensor) -> Tensor:
             group, norm = rows.get("group"), self.aggregation_norm
             return aggregate(per_token, mask, self.aggregation, total=total, group=group, norm=norm)
+
+        losses: dict[str, Tensor] = {}
+        tokens: dict[str, Tensor] = {}
+        if imitated is not None and self.sft_coef is not None:
+            count = torch.as_tensor(total, device=log_prob.device)
+            count = count.new_tensor(len(count)) if count.ndim else count
+            summed = torch.where(imitated, log_prob, 0.0).sum()
+            losses["loss_sft"] = -self.sft_coef * summed / count.clamp(min=1)
+            log_prob, entropy = (torch.where(mask, x, 0.0) for x in (log_prob, entropy))
 
         loss, clipped = self.objective(
             log_prob,
@@ -446,8 +480,11 @@ class MultiTurnLoss(LossModule):
         for factor in ("correction", "weight"):
             if factor in rows:
                 loss = loss * torch.where(mask, rows[factor], 0.0)
-        losses = {"loss_objective": reduce(loss)}
-        tokens = {"log_prob": log_prob, "entropy": entropy, "clipped": clipped}
+        losses["loss_objective"] = reduce(loss)
+        tokens |= {"log_prob": log_prob, "entropy": entropy, "clipped": clipped}
+        if divergence is not None and self.distillation is not None:
+            tokens["divergence"] = divergence
+            losses["loss_distill"] = self.distillation.coef * reduce(divergence)
         if self.kl_coef is not None and "ref_log_probs" in rows:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
             tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind)

@@ -66,6 +66,10 @@ def read_inputs(
     rows |= {name: rows[name].float() for name in FLOATING if name in rows}
     masks = rows["attention_mask"], rows["assistant_mask"]
     mask = counted_tokens(tensordict, keys, *masks, loss_masks)
+    if "sft_mask" in rows:
+        check_mask(f"the entry {keys.sft_mask!r} of rows", rows["sft_mask"], shape)
+        chosen = masks[0], rows["sft_mask"] & masks[0]
+        rows["sft_mask"] = counted_tokens(tensordict, keys, *chosen, loss_masks)
     _check_values(rows, mask, keys)
     return rows, mask
 

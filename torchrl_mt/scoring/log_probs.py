@@ -6,15 +6,20 @@ batch, padded or packed, change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
 from torchrl_mt.checks import check_mask
 from torchrl_mt.ranks import is_sharded
+from torchrl_mt.scoring.distillation import (
+    Distillation,
+    TopTokens,
+    check_same_tokens,
+    log_probs_of,
+    top_divergence,
+)
+from torchrl_mt.scoring.forward import scoring_mode
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
 from torchrl_mt.scoring.output_head import OutputStates, output_states, whole_logits
 from torchrl_mt.scoring.packing import ForwardPass, put_back
@@ -101,52 +106,110 @@ def row_log_probs(
         TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits or
             takes no ``images``.
     """
+    log_prob, entropy, _ = row_scores(
+        actor, tokens, attention_mask, mask, full_logits=full_logits, images=images, passes=passes
+    )
+    return log_prob, entropy
+
+
+def row_scores(
+    actor: nn.Module,
+    tokens: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    *,
+    full_logits: bool = False,
+    images: RowImages | None = None,
+    passes: Passes | None = None,
+    distillation: Distillation | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute :func:`row_log_probs`, and the divergence from a teacher or ``None``: ``[N, S]``."""
     model = causal_lm(actor)
     passes = Passes.checked(passes)
-    vision = vision_model(model)
-    barred = () if vision is None else vision.barred
-    places, scores = [], []
+    top = None
+    if distillation is not None:
+        check_same_tokens(actor, distillation.teacher)
+        top = _top_tokens(distillation, tokens, attention_mask, mask, images, passes)
+        full_logits |= is_sharded(model)
+    places: list[Tensor] = []
+    scores: list[list[Tensor]] = [[], [], []]
     for step in passes_over(model, tokens, attention_mask, mask, passes, images):
         places.append(step.place)
-        scores.append(_score(model, step, passes, full_logits, barred))
-    log_prob = put_back([x for x, _ in scores], places, tokens)
-    if not passes.with_entropy:
-        return log_prob, None
-    return log_prob, put_back([x for _, x in scores if x is not None], places, tokens)
+        found = _run(model, step, passes, full_logits)
+        log_prob, entropy = _score(model, step, found, passes)
+        scores[0].append(log_prob)
+        if entropy is not None:
+            scores[1].append(entropy)
+        if top is not None and distillation is not None:
+            ids, teacher = top.at(step.place, log_prob.device)
+            _, policy = _score_several(model, step, found, passes, ids, distillation.top_k)
+            scores[2].append(top_divergence(policy, teacher, distillation.kind))
+    log_prob, *others = (put_back(each, places if each else [], tokens) for each in scores)
+    entropy, divergence = (
+        x if wanted else None
+        for x, wanted in zip(others, (passes.with_entropy, top is not None), strict=True)
+    )
+    return log_prob, entropy, divergence
+
+
+def _top_tokens(
+    distillation: Distillation,
+    tokens: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    images: RowImages | None,
+    passes: Passes,
+) -> TopTokens:
+    """Find the teacher's likeliest tokens at the sampled tokens of rows."""
+    teacher, k = causal_lm(distillation.teacher), distillation.top_k
+    parts, places = [], []
+    with scoring_mode(teacher):
+        for step in passes_over(teacher, tokens, attention_mask, mask, passes, images):
+            found = _run(teacher, step, passes, is_sharded(teacher))
+            parts.append(_score_several(teacher, step, found, passes, None, k))
+            places.append(step.place)
+    place = torch.cat(places)
+    line = place.new_zeros(tokens.numel())
+    line[place] = torch.arange(len(place), device=place.device)
+    ids, log_probs = (
+        torch.cat([x.to(tokens.device) for x in each]) for each in zip(*parts, strict=True)
+    )
+    return TopTokens(ids, log_probs, line)
+
+
+def _run(
+    model: nn.Module, step: ForwardPass, passes: Passes, full_logits: bool
+) -> OutputStates | Tensor | tuple[Tensor, Tensor | None]:
+    """Run a pass: states, logits, or the scores of a model that is whole only inside its pass."""
+    if full_logits:
+        return whole_logits(model, step.inputs, passes.dtype)
+    if is_sharded(model):
+        return scores_inside(
+            model,
+            step.inputs,
+            passes.dtype,
+            lambda states: _score_states(model, step, states, passes),
+        )
+    return output_states(model, step.inputs, passes.dtype)
+
+
+def _barred(model: nn.Module, size: int) -> list[int]:
+    """Tokens below ``size`` that a model never samples."""
+    vision = vision_model(model)
+    return [] if vision is None else [token for token in vision.barred if token < size]
 
 
 def _score(
     model: nn.Module,
     step: ForwardPass,
+    found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
     passes: Passes,
-    full_logits: bool,
-    barred: Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
-    def score(states: OutputStates) -> tuple[Tensor, Tensor | None]:
-        hidden = states.hidden.flatten(0, 1)
-        return linear_log_probs(
-            hidden[step.state.to(hidden.device)],
-            states.weight,
-            step.target.to(hidden.device),
-            states.bias,
-            scale=states.scale,
-            softcap=states.softcap,
-            temperature=passes.temperature,
-            with_entropy=passes.with_entropy,
-            dtype=passes.dtype,
-            barred=[token for token in barred if token < len(states.weight)],
-        )
-
-    if full_logits:
-        found: Any = whole_logits(model, step.inputs, passes.dtype)
-    elif is_sharded(model):
-        found = scores_inside(model, step.inputs, passes.dtype, score)
-    else:
-        found = output_states(model, step.inputs, passes.dtype)
-    if isinstance(found, OutputStates):
-        return score(found)
+    """Score the sampled tokens of a pass: ``[K]`` log-probabilities, and entropies if asked for."""
     if isinstance(found, tuple):
         return found
+    if isinstance(found, OutputStates):
+        return _score_states(model, step, found, passes)
     logits, state = found.flatten(0, 1), step.state.to(found.device)
     if passes.packed == "tree":  # Several tokens may follow one state.
         logits, state = logits[state], torch.arange(len(state), device=found.device)
@@ -156,5 +219,39 @@ def _score(
         step.target.to(found.device),
         temperature=passes.temperature,
         with_entropy=passes.with_entropy,
-        barred=[token for token in barred if token < found.shape[-1]],
+        barred=_barred(model, found.shape[-1]),
     )
+
+
+def _score_states(
+    model: nn.Module, step: ForwardPass, states: OutputStates, passes: Passes
+) -> tuple[Tensor, Tensor | None]:
+    hidden = states.hidden.flatten(0, 1)
+    return linear_log_probs(
+        hidden[step.state.to(hidden.device)],
+        states.weight,
+        step.target.to(hidden.device),
+        states.bias,
+        scale=states.scale,
+        softcap=states.softcap,
+        temperature=passes.temperature,
+        with_entropy=passes.with_entropy,
+        dtype=passes.dtype,
+        barred=_barred(model, len(states.weight)),
+    )
+
+
+def _score_several(
+    model: nn.Module,
+    step: ForwardPass,
+    found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
+    passes: Passes,
+    ids: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """Score several tokens ``[K, k]`` at each sampled token's place, by default the likeliest."""
+    assert not isinstance(found, tuple)
+    hidden = found.hidden if isinstance(found, OutputStates) else found
+    size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
+    state, barred = step.state.to(hidden.device), _barred(model, size)
+    return log_probs_of(found, state, ids, k, temperature=passes.temperature, barred=barred)

@@ -39,6 +39,11 @@ class OutputStates:
     softcap: float | None
     """Bound of the logits; ``None`` for no bound and no ``tanh``."""
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits of some states ``[K, H]``: ``[K, V]``."""
+        x = self.scale * nn.functional.linear(hidden, self.weight.to(hidden.dtype), self.bias)
+        return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
+
 
 def output_states(
     model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None

@@ -38,6 +38,7 @@ class ExperienceKeys:
     sampling_temperature: NestedKey = ("sampling", "temperature")
     sample_log_prob: NestedKey = ("log_probs", "old")
     ref_log_probs: NestedKey = ("log_probs", "ref")
+    teacher_log_probs: NestedKey = ("log_probs", "teacher")
     kl: NestedKey = "kl"
     entropy: NestedKey = "entropy"
     value: NestedKey = "values"
@@ -45,6 +46,7 @@ class ExperienceKeys:
     value_target: NestedKey = "returns"
     advantage: NestedKey = "advantage"
     weight: NestedKey = ("weights", "full")
+    sft_mask: NestedKey = ("masks", "sft")
 
     def change(self, given: Mapping[str, NestedKey | None]) -> None:
         """Set keys by name, all or none; ``None`` restores the default."""
