@@ -345,3 +345,29 @@ def test_a_critic_that_gives_no_number_is_named(model, batch, bad):
     loss = MultiTurnLoss(model, critic=Spoiled(Critic(), row, token - 1, bad))
     with pytest.raises(ValueError, match=rf"the critic's values must be .*token {token}\)"):
         loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("training", "p", "checkpointing", "said"),
+    [
+        (True, 0.1, False, "drops out"),
+        (False, 0.1, False, None),
+        (True, 0.0, True, None),
+        (False, 0.0, True, "saves no memory"),
+    ],
+)
+def test_a_mode_that_spoils_training_is_warned_of_once(
+    model, batch, caplog, training, p, checkpointing, said
+):
+    model.config.attention_dropout = p
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(training)
+    loss_module = MultiTurnLoss(model)
+    with caplog.at_level(logging.WARNING, logger="torchrl_mt"):
+        with torch.no_grad():
+            loss_module(batch)
+        assert not caplog.records
+        for _ in range(2):
+            loss_module(batch)
+    assert [said in record.getMessage() for record in caplog.records] == [True] * (said is not None)

@@ -290,3 +290,24 @@ def test_places_of_pictures_are_no_unknown_tokens(model, rows):
     shown[places.nonzero()[0].unbind()] = 31
     with pytest.raises(ValueError, match="got 31; were they made with another model"):
         row_log_probs(model, shown, attention, mask)
+
+
+def test_the_output_layer_may_be_in_float32(model, rows):
+    batch = entries(rows())
+    half = copy.deepcopy(model).bfloat16()
+    with torch.no_grad():
+        hidden = half.model(batch[0], attention_mask=batch[1].long()).last_hidden_state
+        weight = half.get_output_embeddings().weight
+        exact = (hidden.float() @ weight.float().T).log_softmax(-1)
+    attended, mask = batch[1], batch[2] & (batch[1].cumsum(-1) > 1)
+    expected = torch.zeros(mask.shape)
+    for i, t in mask.nonzero().tolist():
+        state = int(attended[i, :t].nonzero().max())
+        expected[i, t] = exact[i, state, batch[0][i, t]]
+    passes = Passes(head_dtype=torch.float32)
+    got, _ = row_log_probs(half, *batch, passes=passes)
+    rough, _ = row_log_probs(half, *batch)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert (rough - expected).abs().max() > 1e-4
+    with pytest.raises(ValueError, match=r"head_dtype must be torch\.float32 or None"):
+        Passes(head_dtype=torch.float16)

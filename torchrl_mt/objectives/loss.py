@@ -64,6 +64,7 @@ from torchrl_mt.objectives.metrics import (
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
 from torchrl_mt.objectives.splitting import cut, cut_trees
+from torchrl_mt.objectives.warnings import warn_of_mode
 from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
 from torchrl_mt.scoring.distillation import Distillation, check_same_tokens
 from torchrl_mt.scoring.log_probs import causal_lm, row_scores
@@ -253,6 +254,7 @@ class MultiTurnLoss(LossModule):
         self._idle = IdleUpdates()
         self._tokens_in_memory: int | None = None
         self._compared = False
+        self._looked_at_mode = False
         self._set_in_keys()
         self.out_keys = [
             "loss_objective",
@@ -407,6 +409,9 @@ class MultiTurnLoss(LossModule):
             )
         whole = _Rows(rows, mask, RowImages.of(tensordict))
         trained = [p for p in self.parameters() if p.requires_grad]
+        if trained and torch.is_grad_enabled() and not self._looked_at_mode:
+            self._looked_at_mode = True
+            warn_of_mode(self.actor_network)
         parts = self._parts(whole, total) if trained and torch.is_grad_enabled() else []
         if len(parts) > 1:
             losses, tokens = losses_in_parts(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrl_mt.objectives.functional import turn_returns
 from torchrl_mt.objectives.rows.batch import RowBatch
 from torchrl_mt.ranks import local
+from torchrl_mt.scoring.forward import text_config
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -82,6 +83,24 @@ class Warnings:
                 version,
                 _BATCHES,
             )
+
+
+def warn_of_mode(model: nn.Module) -> None:
+    """Warn if dropout would make a trained model's ratios noise, or checkpointing is on in vain."""
+    modules = list(model.modules())
+    drops = any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in modules)
+    drops |= model.training and bool(getattr(text_config(model), "attention_dropout", 0.0))
+    if drops:
+        _logger.warning(
+            "The actor drops out while it is trained, but its old log-probabilities were computed "
+            "without dropout, so the ratios are noise. Call actor.eval(), or set dropout to 0."
+        )
+    if any(getattr(m, "gradient_checkpointing", False) and not m.training for m in modules):
+        _logger.warning(
+            "The actor has gradient checkpointing on, but is in evaluation mode, in which "
+            "transformers does not checkpoint: it saves no memory. Call actor.train(); its dropout must "
+            "be 0 then."
+        )
 
 
 class VersionWatch:

@@ -7,8 +7,9 @@ never exceeds their divergence over the whole vocabulary, and is 0 where they ag
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,8 @@ def log_probs_of(
     k: int,
     *,
     temperature: float,
-    barred: Any,
+    barred: Sequence[int],
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of several tokens after each state, in chunks that backward computes again.
 
@@ -124,6 +126,7 @@ def log_probs_of(
         k: Number of tokens.
         temperature: Divisor of the logits.
         barred: Tokens of probability 0.
+        dtype: Type of the output layer's products; that of the states by default.
 
     Returns:
         Tokens ``[K, k]`` int64 and their log-probabilities ``[K, k]`` float32.
@@ -134,7 +137,7 @@ def log_probs_of(
     k = min(k, size)
 
     def score(rows: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        logits = rows if head is None else head.logits(rows)
+        logits = rows if head is None else head.logits(rows.to(dtype or rows.dtype))
         logits = logits.to(wide(logits.dtype)) / temperature
         log_probs = bar(logits, [token for token in barred if token < size]).log_softmax(-1)
         if ids is None:

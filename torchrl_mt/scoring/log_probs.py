@@ -236,7 +236,7 @@ def _score_states(
         softcap=states.softcap,
         temperature=passes.temperature,
         with_entropy=passes.with_entropy,
-        dtype=passes.dtype,
+        dtype=passes.head_dtype or passes.dtype,
         barred=_barred(model, len(states.weight)),
     )
 
@@ -254,4 +254,12 @@ def _score_several(
     hidden = found.hidden if isinstance(found, OutputStates) else found
     size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
     state, barred = step.state.to(hidden.device), _barred(model, size)
-    return log_probs_of(found, state, ids, k, temperature=passes.temperature, barred=barred)
+    return log_probs_of(
+        found,
+        state,
+        ids,
+        k,
+        temperature=passes.temperature,
+        barred=barred,
+        dtype=passes.head_dtype,
+    )

@@ -41,7 +41,8 @@ class OutputStates:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of some states ``[K, H]``: ``[K, V]``."""
-        x = self.scale * nn.functional.linear(hidden, self.weight.to(hidden.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        x = self.scale * nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias)
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
 

@@ -30,6 +30,9 @@ class Passes:
             a quarter of the device's memory.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for automatic mixed precision; by default the
             model's own types. Softmax, values and losses are always in float32.
+        head_dtype: ``torch.float32`` computes the products of a policy's output layer in float32, also
+            for a model in half precision; by default as ``dtype`` says. A copy of its weights in this
+            type is made for each pass. Not for output layers that only whole logits can be had of.
         temperature: Divisor of a policy's logits, in float32: the sampling temperature.
         with_entropy: Whether scores of a policy come with its entropies.
 
@@ -46,6 +49,7 @@ class Passes:
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = "auto"
     dtype: torch.dtype | None = None
+    head_dtype: torch.dtype | None = None
     temperature: float = 1.0
     with_entropy: bool = False
 
@@ -64,6 +68,8 @@ class Passes:
                 f"dtype must be torch.bfloat16, torch.float16 or None, got {self.dtype}; None computes "
                 "in the model's own types."
             )
+        if self.head_dtype not in (None, torch.float32):
+            raise ValueError(f"head_dtype must be torch.float32 or None, got {self.head_dtype}.")
 
     @classmethod
     def checked(cls, passes: Passes | None) -> Passes:
