@@ -27,7 +27,7 @@ from torchrl_mt.objectives import (
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import geometric
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
-from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
@@ -166,7 +166,7 @@ def test_every_objective_and_aggregation_trains(experience, actor, objective, ag
         objective=objective,
         aggregation=aggregation,
         correction=correction,
-        clip_epsilon=None if objective in ("reinforce", "sapo", "sft") else 0.9,
+        clip_epsilon=0.9 if clip_bounds(OBJECTIVES[objective]) else None,
     )
     train(loss, experience.clone())
 

@@ -13,6 +13,7 @@ from torchrl_mt.objectives.functional import (
     RewardNormalizer,
     aggregate,
     bilevel_gae,
+    clip_cov,
     clip_filter_weight,
     clip_reward,
     correct,
@@ -22,6 +23,7 @@ from torchrl_mt.objectives.functional import (
     geometric,
     group_advantage,
     icepop,
+    kl_cov,
     kl_estimate,
     masked_gae,
     masked_returns,
@@ -37,6 +39,7 @@ from torchrl_mt.objectives.functional import (
     turn_normalize,
     turn_returns,
     value_loss,
+    vespo,
 )
 from torchrl_mt.objectives.functional.aggregation import aggregation_total
 from torchrl_mt.objectives.functional.corrections import find_corrections
@@ -160,6 +163,12 @@ def test_tokens_and_rewards(call, error, text):
         ),
         refused("dual_clip must be above 1", ppo, X, X, X, MASK, dual_clip=1.0),
         refused("tau_neg must be positive", sapo, X, X, X, MASK, tau_neg=0.0),
+        refused("shape_neg must be positive", vespo, X, X, X, MASK, shape_neg=(1.0, 0.0)),
+        refused("bounds must be", clip_cov, X, X, X, MASK, bounds=(5.0, 1.0)),
+        *(
+            refused("share must lie in (0, 1], got 0", f, X, X, X, MASK, share=0.0)
+            for f in (clip_cov, kl_cov)
+        ),
         *(
             refused("weight_cap must be positive", f, X, X, X, MASK, weight_cap=0.0)
             for f in objectives

@@ -24,7 +24,9 @@ from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advan
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.policy.cispo import cispo
+from torchrl_mt.objectives.functional.policy.covariance import clip_cov, kl_cov
 from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.policy.dppo import dppo_kl, dppo_tv
 from torchrl_mt.objectives.functional.policy.gmpo import gmpo
 from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, Objective
@@ -32,6 +34,7 @@ from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
 from torchrl_mt.objectives.functional.policy.sft import sft
+from torchrl_mt.objectives.functional.policy.vespo import vespo
 from torchrl_mt.objectives.functional.reward_shaping import (
     RewardNormalizer,
     clip_reward,
@@ -66,10 +69,13 @@ __all__ = [
     "aggregate",
     "bilevel_gae",
     "cispo",
+    "clip_cov",
     "clip_filter_weight",
     "clip_reward",
     "correct",
     "decoupled_ppo",
+    "dppo_kl",
+    "dppo_tv",
     "dynamic_sampling_mask",
     "entropy_mask",
     "episode_gae",
@@ -79,6 +85,7 @@ __all__ = [
     "gspo",
     "gspo_token",
     "icepop",
+    "kl_cov",
     "kl_estimate",
     "masked_gae",
     "masked_returns",
@@ -97,4 +104,5 @@ __all__ = [
     "turn_normalize",
     "turn_returns",
     "value_loss",
+    "vespo",
 ]
