@@ -1,5 +1,6 @@
 """Every kind of advantage is that of the pure functions, and rejected rows enter no statistic."""
 
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -12,6 +13,8 @@ from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KI
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    gigpo_advantage,
+    message_states,
     outcome_advantage,
     turn_gae,
     turn_normalize,
@@ -42,8 +45,9 @@ def entries(batch):
 
 
 def test_the_kinds_are_all_that_there_are():
-    assert {*get_args(GroupKind), "turn", "gae", "turn_gae", "bilevel_gae"} == set(ADVANTAGE_KINDS)
-    assert {"grpo", "opo", "max_rl", "reinforce_baseline"} <= set(GROUP_KINDS)
+    own = {"gigpo", "turn", "gae", "turn_gae", "bilevel_gae"}
+    assert {*get_args(GroupKind), *own} == set(ADVANTAGE_KINDS)
+    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gigpo"} <= set(GROUP_KINDS)
     assert not {"batch", "reinforce++"} & set(GROUP_KINDS)
 
 
@@ -100,6 +104,32 @@ def test_an_episode_is_rejected_whole(model, rows):
     with pytest.raises(ValueError, match=r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"):
         ExperienceMaker(model)(batch)
     assert "advantage" not in batch
+
+
+@pytest.mark.parametrize("kind", CRITIC_KINDS)
+def test_the_critics_targets_may_have_a_decay_of_their_own(model, rows, kind):
+    options = {"gamma": 0.9, "lmbda": 0.8, "turn_lmbda": 0.6}
+    out = make(model, kind, critic_lmbda=1.0, **options)(rows(n=12))
+    same = make(model, kind, **options)(rows(n=12))
+    slower = make(model, kind, gamma=0.9, lmbda=1.0, turn_lmbda=1.0)(rows(n=12))
+    assert torch.equal(out["advantage"], same["advantage"])
+    assert torch.equal(out["returns"], slower["returns"])
+    assert not torch.equal(out["returns"], same["returns"])
+
+
+def test_turns_are_compared_where_the_environment_said_the_same(model, rows):
+    batch = rows(n=12)
+    batch["tokens", "full"] = batch["tokens", "full"] % 2  # Many messages are equal.
+    reward, mask, turns, episode = entries(batch)
+    out = make(model, "gigpo", gamma=0.9, step_weight=0.5)(batch)
+    of = partial(turn_returns, reward, mask, turns, episode=episode)
+    attended = batch["masks", "all_attention_mask"]
+    state = message_states(batch["tokens", "full"], attended, mask, turns, episode)
+    where = mask, turns, episode, batch["group"], state
+    expected = gigpo_advantage(of(gamma=0.9), of(gamma=1.0), *where, step_weight=0.5)
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
+    whole = outcome_advantage(of(gamma=1.0), *where[:-1], "dr_grpo")
+    assert not torch.allclose(expected, whole)
 
 
 class Learned(nn.Module):

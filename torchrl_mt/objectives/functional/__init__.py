@@ -20,6 +20,7 @@ from torchrl_mt.objectives.functional.corrections import (
     token_tis,
 )
 from torchrl_mt.objectives.functional.critic import value_loss
+from torchrl_mt.objectives.functional.gigpo import gigpo_advantage, message_states
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
@@ -80,6 +81,7 @@ __all__ = [
     "entropy_mask",
     "episode_gae",
     "geometric",
+    "gigpo_advantage",
     "gmpo",
     "group_advantage",
     "gspo",
@@ -91,6 +93,7 @@ __all__ = [
     "masked_returns",
     "masked_whiten",
     "merge_totals",
+    "message_states",
     "outcome_advantage",
     "overlong_penalty",
     "ppo",
