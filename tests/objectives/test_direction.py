@@ -30,7 +30,9 @@ WEIGHTS = {
     "max_rl": lambda mean, std: 1 / mean if mean > 0 else 0.0,
 }
 """Kinds that weight prompts, by definition, by the mean and spread of their episodes' returns."""
-UNWEIGHTED = [kind for kind in ADVANTAGE_KINDS if kind not in WEIGHTS]
+KINDS = [kind for kind in ADVANTAGE_KINDS if kind != "pass_at_k"]
+"""Kinds that maximise the return of single episodes, not the best of several."""
+UNWEIGHTED = [kind for kind in KINDS if kind not in WEIGHTS]
 OVER_TIME = ("turn", *CRITIC_KINDS)
 """Kinds with a return for each turn; others have one for each episode."""
 
@@ -227,7 +229,7 @@ def test_weighted_prompts_can_point_downhill(kind):
 def test_stop_or_go(part):
     """With a standard deviation for each turn, ``"turn"`` would learn never to stop."""
     world = World([stop_or_go([10.0, 0.0, 1.0, 2.0, 3.0], never=4.0)], [part, part])
-    for kind in ADVANTAGE_KINDS:
+    for kind in KINDS:
         assert_same_direction(world.update(kind), world.gradient())
 
 
@@ -235,7 +237,7 @@ def test_a_discount_per_turn_is_of_one_return_only_for_whole_episodes():
     """Compared in turns, each turn maximises its own discounted return, as if it came first."""
     world = World([choices((0.0, 0.75), (1.0, 0.0))], [2, 2])
     assert world.gradient(gamma=0.5)[0] > 0
-    for kind in ADVANTAGE_KINDS:
+    for kind in KINDS:
         assert (world.update(kind, gamma=0.5)[0] > 0) == (kind not in (*OVER_TIME, "gigpo"))
         assert_same_direction(world.update(kind), world.gradient())
 

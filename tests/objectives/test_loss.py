@@ -470,6 +470,20 @@ def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
     MultiTurnLoss(model, objective="decoupled_ppo", correction="geometric")
 
 
+def test_a_kl_on_tokens_of_an_older_policy_is_weighed_by_the_ratio(model, experience):
+    batch = experience()
+    loss = MultiTurnLoss(model, objective="sft", kl_coef=0.1, kl_kind="k3_is")
+    assert ("log_probs", "old") in loss.in_keys
+    mask = batch["masks", "all_assistant_mask"].clone()
+    mask[:, 0] = False
+    new, _ = row_log_probs(
+        model, batch["tokens", "full"], batch["masks", "all_attention_mask"], mask
+    )
+    d, old = batch["log_probs", "ref"] - new, batch["log_probs", "old"]
+    expected = 0.1 * ((new - old).exp() * (d.exp() - 1 - d))[mask].mean()
+    torch.testing.assert_close(loss(batch)["loss_kl"].detach(), expected.detach())
+
+
 def correction_for(objective, *names):
     """These corrections, or those that go with an objective that weighs by itself or imitates."""
     return {"decoupled_ppo": ["geometric"], "sft": None}.get(objective, list(names))

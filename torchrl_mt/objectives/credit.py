@@ -14,6 +14,7 @@ from torchrl_mt.checks import (
     as_tensor,
     check_choice,
     check_finite,
+    check_positive_integer,
     check_shape,
     check_unit_interval,
 )
@@ -49,8 +50,9 @@ class Advantage:
     - ``"turn"``: each turn's return less the mean of its turn id, divided by one standard deviation over
       the batch (:func:`~torchrl_mt.objectives.functional.turn_normalize`). If the rows hold returns,
       ``("rewards", "to_go")``, and nothing gives other rewards, these are used and ``gamma`` is ignored;
-    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
-      return of the episode's first turn, compared within its group, on all sampled tokens of the episode
+    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``,
+      ``"pass_at_k"``: the return of the episode's first turn, compared within its group, on all sampled
+      tokens of the episode
       (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
       :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there are
       several episodes, some group must have two: collect with a ``group_size``;
@@ -77,6 +79,7 @@ class Advantage:
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         step_weight: Weight of the turns in ``"gigpo"``.
+        pass_k: How many episodes ``"pass_at_k"`` takes the best of.
         lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
         whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
             never trained: it does not count and gets 0.
@@ -96,6 +99,7 @@ class Advantage:
     turn_gamma: float = 1.0
     turn_lmbda: float = 0.95
     step_weight: float = 1.0
+    pass_k: int = 4
     lone_value: float = 0.0
     whiten: bool = False
 
@@ -106,6 +110,7 @@ class Advantage:
             check_unit_interval(name, getattr(self, name))
         if self.critic_lmbda is not None:
             check_unit_interval("critic_lmbda", self.critic_lmbda)
+        check_positive_integer("pass_k", self.pass_k)
         check_finite("step_weight", self.step_weight)
         check_finite("lone_value", self.lone_value)
 
@@ -224,6 +229,7 @@ class Credit:
             cast(GroupKind, kind),
             scored=batch.scored,
             lone_value=self.advantage.lone_value,
+            pass_k=self.advantage.pass_k,
         )
 
     def _from_states(self, batch: RowBatch, reward: Tensor, returns: Tensor) -> Tensor:

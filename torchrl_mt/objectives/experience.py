@@ -398,7 +398,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 "ref_log_probs", ref, batch.scored, MODEL_FAULT
             )
             # From the models' own values: a 0 written for NaN is no log-probability.
-            kl = kl_estimate(old.float(), ref, self.kl_kind)
+            kl = kl_estimate(old.float(), ref, self.kl_kind, old_log_prob=old)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
             out["kl"] = batch.finite_float(
                 "kl", kl, batch.scored, "the policies are too far apart."

@@ -254,7 +254,8 @@ class MultiTurnLoss(LossModule):
     def _names(self) -> list[str]:
         """List the required entries by their names in ``set_keys``."""
         needed = {
-            "sample_log_prob": compares(self.objective),
+            "sample_log_prob": compares(self.objective)
+            or (self.kl_coef is not None and self.kl_kind == "k3_is"),
             "advantage": compares(self.objective),
             "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
@@ -384,6 +385,7 @@ class MultiTurnLoss(LossModule):
                 rows["sampler_log_prob"],
                 mask,
                 turns=rows.get("turns"),
+                advantage=rows["advantage"],
             )
         whole = _Rows(rows, mask, RowImages.of(tensordict))
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -449,7 +451,9 @@ class MultiTurnLoss(LossModule):
         tokens = {"log_prob": log_prob, "entropy": entropy, "clipped": clipped}
         if self.kl_coef is not None and "ref_log_probs" in rows:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
-            tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind)
+            old = rows.get("sample_log_prob")
+            old = None if old is None else torch.where(mask, old, 0.0)
+            tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind, old_log_prob=old)
             losses["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(tokens["kl"])
         if self.entropy_coef is not None:
             losses["loss_entropy"] = -self.entropy_coef * reduce(entropy)

@@ -1,7 +1,8 @@
 """Groups are told apart by id; lone members and equal groups are finite, gradients included."""
 
-from math import sqrt
-from statistics import mean, stdev
+from itertools import combinations
+from math import comb, sqrt
+from statistics import mean, pstdev, stdev
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from tests.objectives.functional._batches import forked_rows
 from torchrl_mt.objectives.functional import group_advantage, outcome_advantage, turn_normalize
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"]
+KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "pass_at_k"]
+KINDS += ["batch", "reinforce++"]
 LENGTHS = {"opo", "reinforce_baseline", "batch"}
 """Kinds that are tested with lengths; the last two also go without."""
 
@@ -58,6 +60,12 @@ def one(x, peers, batch, lengths, kind):
         return x - mean(others)
     if kind == "max_rl":
         return (x - center) / (center + 1e-6) if center > 0 else 0.0
+    if kind == "pass_at_k":
+        subsets = list(combinations(range(len(returns)), min(4, len(returns) - 1)))
+        best = [max(returns[i] for i in chosen) for chosen in subsets]
+        own = returns.index(x)
+        with_it = [b for b, chosen in zip(best, subsets, strict=True) if own in chosen]
+        return (mean(with_it) - mean(best)) / (pstdev(best) + 1e-6)
     if kind == "opo":
         return x - weighted_mean(returns, peer_lengths)
     if kind == "grpo":
@@ -191,6 +199,20 @@ def test_opo_without_any_length_takes_the_plain_mean():
     lengths = torch.tensor([0, 0, 3, 1])
     out = group_advantage(returns, group, "opo", lengths=lengths)
     torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 3.0]))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+@pytest.mark.parametrize("failures", [1, 4, 7])
+def test_pass_at_k_of_successes_is_the_papers(k, failures):
+    """Of Chen et al., 2025, with the binomial coefficients written out."""
+    n = 8
+    reward = 1 - comb(failures, k) / comb(n, k)
+    scale = sqrt(reward * (1 - reward)) + 1e-6
+    failed = (1 - reward - comb(failures - 1, k - 1) / comb(n - 1, k - 1)) / scale
+    expected = [failed] * failures + [(1 - reward) / scale] * (n - failures)
+    returns = torch.tensor([0.0] * failures + [1.0] * (n - failures))
+    got = group_advantage(returns, torch.zeros(n).long(), "pass_at_k", pass_k=k)
+    torch.testing.assert_close(got.double(), torch.tensor(expected).double(), atol=1e-6, rtol=1e-5)
 
 
 @given(forked_rows())
