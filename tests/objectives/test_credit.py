@@ -13,6 +13,7 @@ from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KI
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    gdpo_advantage,
     gigpo_advantage,
     message_states,
     outcome_advantage,
@@ -45,9 +46,9 @@ def entries(batch):
 
 
 def test_the_kinds_are_all_that_there_are():
-    own = {"gigpo", "turn", "gae", "turn_gae", "bilevel_gae"}
+    own = {"gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae"}
     assert {*get_args(GroupKind), *own} == set(ADVANTAGE_KINDS)
-    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gigpo"} <= set(GROUP_KINDS)
+    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gdpo", "gigpo"} <= set(GROUP_KINDS)
     assert not {"batch", "reinforce++"} & set(GROUP_KINDS)
 
 
@@ -130,6 +131,47 @@ def test_turns_are_compared_where_the_environment_said_the_same(model, rows):
     torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
     whole = outcome_advantage(of(gamma=1.0), *where[:-1], "dr_grpo")
     assert not torch.allclose(expected, whole)
+
+
+def by_length(rows):
+    return rows["masks", "all_assistant_mask"].sum(-1).float() * (
+        rows["turns", "full"].amax(-1) + 1
+    )
+
+
+@pytest.mark.parametrize("process", [(), "dynamic_sampling"])
+def test_sources_are_compared_one_by_one(model, rows, process):
+    batch = rows(n=12)
+    _, mask, turns, episode = entries(batch)
+    recipe = {"a": [("episode", 2.0), (by_length, 0.5)], "b": [("episode", 1.0)]}
+    label = ["ab"[int(k) % 2] for k in batch["group"]]
+    batch["label"] = label
+    out = make(model, "gdpo", reward=recipe, gamma=0.9, process=process)(batch)
+    alone = [
+        make(model, "dr_grpo", reward=source, gamma=0.9)(rows(n=12))["returns"]
+        for source in ("episode", by_length)
+    ]
+    first = torch.tensor([x == "a" for x in label]).float()
+    alone[1] = alone[1] * first.unsqueeze(-1)
+    weight = torch.stack([1 + first, 0.5 * first])
+    expected = gdpo_advantage(torch.stack(alone), weight, mask, turns, episode, batch["group"])
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_coef": 0.1},
+        {"process": lambda rows: rows},
+        {"reward_transform": lambda reward, mask: reward},
+    ],
+)
+def test_what_changes_the_sum_of_the_sources_does_not_go_with_gdpo(model, other_model, options):
+    if "kl_coef" in options:
+        options = options | {"ref": other_model}
+    with pytest.raises(ValueError, match="one by one: it needs kl_coef=0"):
+        make(model, "gdpo", **options)
 
 
 class Learned(nn.Module):

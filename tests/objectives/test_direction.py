@@ -26,6 +26,7 @@ from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
 PARTS = 4
 """Probabilities are multiples of a quarter: whole numbers of episodes have exactly them."""
 WEIGHTS = {
+    "gdpo": lambda mean, std: 1 / std,
     "grpo": lambda mean, std: 1 / std,
     "max_rl": lambda mean, std: 1 / mean if mean > 0 else 0.0,
 }

@@ -122,7 +122,7 @@ def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, pack
         reward=[("episode", 1.0), (parity, 0.5)],
         advantage=kind,
         gamma=0.9,
-        kl_coef=0.01,
+        kl_coef=0.0 if kind == "gdpo" else 0.01,
         process="clip_filter",
         old_log_probs="actor",
         passes=Passes(packed=packed, micro_batch_tokens=64),

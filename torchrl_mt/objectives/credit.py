@@ -21,6 +21,7 @@ from torchrl_mt.checks import (
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    gdpo_advantage,
     gigpo_advantage,
     masked_whiten,
     message_states,
@@ -32,15 +33,19 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.rows.batch import RowBatch
 
-AdvantageKind = GroupKind | Literal["gigpo", "turn", "gae", "turn_gae", "bilevel_gae"]
+AdvantageKind = GroupKind | Literal["gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae"]
 """Kinds of advantage: of whole episodes within groups, or over time."""
 
 CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
 """Kinds that need a critic."""
-GROUP_KINDS = (*(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH), "gigpo")
+GROUP_KINDS = (
+    *(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH),
+    "gdpo",
+    "gigpo",
+)
 """Kinds that read the group; the other group kinds compare with the whole batch."""
 _TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
-ADVANTAGE_KINDS = (*get_args(GroupKind), "gigpo", "turn", *CRITIC_KINDS)
+ADVANTAGE_KINDS = (*get_args(GroupKind), "gdpo", "gigpo", "turn", *CRITIC_KINDS)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Advantage:
       :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there are
       several episodes, some group must have two: collect with a ``group_size``;
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
+    - ``"gdpo"``: ``"grpo"`` of each reward source by itself, their weighted sum whitened over all
+      episodes (:func:`~torchrl_mt.objectives.functional.gdpo_advantage`), without the KL;
     - ``"gigpo"``: ``"dr_grpo"`` of the episode's undiscounted return, plus that of each turn's return
       among the turns of the group before which the environment said the same
       (:func:`~torchrl_mt.objectives.functional.gigpo_advantage`); not for rows with images;
@@ -80,7 +87,8 @@ class Advantage:
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         step_weight: Weight of the turns in ``"gigpo"``.
         pass_k: How many episodes ``"pass_at_k"`` takes the best of.
-        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
+        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups (but
+            ``"gdpo"``).
         whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
             never trained: it does not count and gets 0.
 
@@ -172,6 +180,7 @@ class Credit:
         reward: Tensor | None,
         kl_reward: Tensor,
         made: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns.
 
@@ -180,6 +189,7 @@ class Credit:
             reward: ``[N, S]`` floating; ``None`` takes the rows' own returns.
             kl_reward: ``[N, S]`` float32, the KL term of the reward.
             made: The outputs so far, ``[N, S]``, by key name.
+            parts: What the reward is made of, as of ``RewardMix.separately``; read by ``"gdpo"``.
 
         Returns:
             Advantage and return, ``[N, S]`` float32, zero on masked tokens; the advantage is also zero
@@ -197,6 +207,9 @@ class Credit:
                 self.advantage.kind, batch, {**made, "value_target": returns}
             )
             hint = "advantage(rows) is at fault."
+        elif self.advantage.kind == "gdpo":
+            assert parts is not None
+            advantage = self._from_parts(batch, parts)
         elif self.advantage.kind == "gigpo":
             assert reward is not None
             advantage = self._from_states(batch, reward + kl_reward, returns)
@@ -230,6 +243,20 @@ class Credit:
             scored=batch.scored,
             lone_value=self.advantage.lone_value,
             pass_k=self.advantage.pass_k,
+        )
+
+    def _from_parts(self, batch: RowBatch, parts: Mapping[str, Tensor]) -> Tensor:
+        """Compute advantages of rewards that are compared one by one."""
+        names = [name.removeprefix("score/") for name in parts if name.startswith("score/")]
+        nothing = torch.zeros_like(batch.mask, dtype=torch.float32)
+        returns = [self._returns_to_go(batch, parts[f"score/{name}"], nothing) for name in names]
+        return gdpo_advantage(
+            torch.stack(returns),
+            torch.stack([parts[f"weight/{name}"][:, 0] for name in names]),
+            batch.counted,
+            batch.turns,
+            batch.episode,
+            batch.group(),
         )
 
     def _from_states(self, batch: RowBatch, reward: Tensor, returns: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torchrl_mt.objectives.functional.corrections import (
     token_tis,
 )
 from torchrl_mt.objectives.functional.critic import value_loss
+from torchrl_mt.objectives.functional.gdpo import gdpo_advantage
 from torchrl_mt.objectives.functional.gigpo import gigpo_advantage, message_states
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
@@ -82,6 +83,7 @@ __all__ = [
     "dynamic_sampling_mask",
     "entropy_mask",
     "episode_gae",
+    "gdpo_advantage",
     "geometric",
     "gigpo_advantage",
     "gmpo",
