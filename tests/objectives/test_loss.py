@@ -15,7 +15,13 @@ from torchrl.trainers import DefaultOptimizationStepper, OptimizerHook
 
 from tests.settings import OF_SINGLE_ROWS
 from tests.tiers import pairs, some_fast
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
+from torchrl_mt.objectives import (
+    EntropyController,
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    row_log_probs,
+)
 from torchrl_mt.objectives.functional import (
     aggregate,
     geometric,
@@ -468,6 +474,30 @@ def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
             with pytest.raises(ValueError, match="would apply it twice"):
                 MultiTurnLoss(model, objective=objective, correction=given)
     MultiTurnLoss(model, objective="decoupled_ppo", correction="geometric")
+
+
+def test_a_controller_holds_the_entropy_at_its_target(model, experience):
+    batch, controller = (
+        experience(),
+        EntropyController(0.2, init_coef=0.1, delta=0.04, max_coef=0.15),
+    )
+    loss = MultiTurnLoss(model, entropy_coef=controller)
+    coefficients = []
+    for entropy in (0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.1):
+        out = loss(batch)
+        expected = -controller.coef * out["entropy"]
+        torch.testing.assert_close(out["loss_entropy"].detach(), expected)
+        controller.update(entropy)
+        coefficients.append(round(controller.coef, 6))
+    assert coefficients == [0.14, 0.15, 0.11, 0, 0, 0, 0, 0.04]
+    other = EntropyController(0.2)
+    other.load_state_dict(controller.state_dict())
+    assert other.coef == controller.coef
+    for wrong in ({"init_coef": 2.0}, {"delta": 0.0}, {"max_coef": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EntropyController(0.2, **wrong)
+    with pytest.raises(ValueError, match="entropy must be finite, got nan"):
+        controller.update(float("nan"))
 
 
 def test_a_kl_on_tokens_of_an_older_policy_is_weighed_by_the_ratio(model, experience):

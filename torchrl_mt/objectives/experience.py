@@ -173,9 +173,9 @@ class ExperienceMaker(TensorDictModuleBase):
             filters = all(map(is_filter, self.process))
             if coefficient or reward.transform is not None or not filters:
                 raise ValueError(
-                    "advantage='gdpo' compares the sources' rewards one by one: it needs kl_coef=0 (put the "
-                    "KL in the loss), no RewardMix(transform=...), and no functions in process but filters, "
-                    "because all these change the sum."
+                    "advantage='gdpo' compares the sources' rewards one by one: it needs kl_coef=0 "
+                    "(put the KL in the loss), no RewardMix(transform=...), and no functions in "
+                    "process but filters, because all these change the sum."
                 )
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind

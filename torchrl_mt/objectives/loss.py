@@ -25,6 +25,7 @@ from torchrl_mt.checks import (
     check_positive,
     check_shape,
 )
+from torchrl_mt.objectives.entropy import EntropyController, entropy_coefficient
 from torchrl_mt.objectives.functional import (
     aggregate,
     correct,
@@ -125,7 +126,8 @@ class MultiTurnLoss(LossModule):
         kl_coef: Weight of the KL to the reference: a number, or a TorchRL controller, which you update
             after each step. ``None`` leaves the KL out; 0 only reports it.
         kl_kind: The estimator to minimise (:doc:`/credit`). The gradient of k1 is 0 on average.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus: a number, or an
+            :class:`~torchrl_mt.objectives.EntropyController`, which you update after each step.
         critic: A value network, or :class:`~torchrl_mt.objectives.ValueLoss`.
         freeze_vision: Do not train the vision towers of actor and critic, here and for good
             (:doc:`/images`).
@@ -179,7 +181,7 @@ class MultiTurnLoss(LossModule):
         sequence: Sequences = "row",
         kl_coef: KLCoefficient | None = None,
         kl_kind: KLKind = "k3",
-        entropy_coef: float | None = None,
+        entropy_coef: float | EntropyController | None = None,
         critic: nn.Module | ValueLoss | None = None,
         freeze_vision: bool = False,
         passes: Passes | None = None,
@@ -216,7 +218,7 @@ class MultiTurnLoss(LossModule):
         if kl_coef is not None:
             kl_coefficient(kl_coef)
         if entropy_coef is not None:
-            check_finite("entropy_coef", entropy_coef)
+            entropy_coefficient(entropy_coef)
         if not isinstance(freeze_vision, bool):
             raise TypeError(f"freeze_vision must be True or False, got {freeze_vision!r}.")
         if freeze_vision:
@@ -456,7 +458,7 @@ class MultiTurnLoss(LossModule):
             tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind, old_log_prob=old)
             losses["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(tokens["kl"])
         if self.entropy_coef is not None:
-            losses["loss_entropy"] = -self.entropy_coef * reduce(entropy)
+            losses["loss_entropy"] = -entropy_coefficient(self.entropy_coef) * reduce(entropy)
         if self.value_loss is not None:
             value = row_values(self.value_loss.critic, *inputs, images=part.images, passes=passes)
             error, tokens["value_clipped"] = value_loss(
@@ -499,7 +501,9 @@ class MultiTurnLoss(LossModule):
 
     def _count_idle(self, whole: _Rows, trained: list[nn.Parameter]) -> None:
         """Count an update that follows regularisers alone."""
-        regularised = self.entropy_coef or (self.kl_coef is not None and not self._ref_is_optional)
+        regularised = self.kl_coef is not None and not self._ref_is_optional
+        if self.entropy_coef is not None:
+            regularised |= entropy_coefficient(self.entropy_coef) != 0
         watched = self.max_idle_updates is not None and regularised and "advantage" in whole.entries
         if watched and not exchanges_gradients(self.actor_network):
             weight = whole.entries["advantage"]
