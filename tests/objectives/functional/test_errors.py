@@ -34,6 +34,7 @@ from torchrl_mt.objectives.functional import (
     outcome_advantage,
     overlong_penalty,
     ppo,
+    reinforce,
     sapo,
     sequence_mis,
     token_tis,
@@ -168,6 +169,11 @@ def test_tokens_and_rewards(call, error, text):
             for f in objectives
             for clip in (-0.1, (0.1, -0.1), (0.1,))
             if clip_bounds(f)
+        ),
+        *(
+            refused("old_log_prob must have shape (2, 3), got (2, 2)", f, X, X[:, :2], X, MASK)
+            for f in filter(compares, objectives)
+            if f is not reinforce
         ),
         refused("dual_clip must be above 1", ppo, X, X, X, MASK, dual_clip=1.0),
         refused("tau_neg must be positive", sapo, X, X, X, MASK, tau_neg=0.0),

@@ -350,6 +350,15 @@ def test_gradients_are_verls(objective, slopes):
     torch.testing.assert_close(new.grad, torch.tensor(slopes), atol=2e-6, rtol=0)
 
 
+def test_the_gradient_of_vespo_is_its_authors():
+    """Of FloyedShen/VESPO aa1f3045, ``recipe/vespo/code/core_algos.py``."""
+    new = NEW.clone().requires_grad_()
+    advantage = torch.tensor([[1.0], [-0.5]]).expand(2, 4)
+    vespo(new, OLD, advantage, SAMPLED)[0].sum().backward()
+    expected = SAMPLED * torch.tensor([[-1.125105], [0.024958]])
+    torch.testing.assert_close(new.grad, expected, atol=2e-6, rtol=0)
+
+
 def test_clip_cov_drops_a_share_of_the_tokens_between_the_bounds_at_random():
     g = torch.Generator().manual_seed(0)
     new, advantage = torch.randn(2, 20, 50, generator=g)

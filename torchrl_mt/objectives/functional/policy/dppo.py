@@ -46,6 +46,7 @@ def dppo_tv(
         >>> dppo_tv(log_prob, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))
         (tensor([[ 0., -2.]]), tensor([[1, 0]], dtype=torch.int8))
     """
+    check_shape("old_log_prob", old_log_prob, log_prob.shape)
     with torch.no_grad():
         divergence = (log_prob.float().exp() - old_log_prob.float().exp()).abs()
     return _within(divergence, log_prob, old_log_prob, advantage, mask, clip_epsilon)
@@ -77,6 +78,7 @@ def dppo_kl(
         >>> dppo_kl(log_prob, old, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))
         (tensor([[0., 2.]]), tensor([[-1,  0]], dtype=torch.int8))
     """
+    check_shape("old_log_prob", old_log_prob, log_prob.shape)
     with torch.no_grad():
         new, old = log_prob.float(), old_log_prob.float()
         other, other_old = (torch.expm1(x).neg_().clamp_(min=_LEAST) for x in (new, old))
