@@ -170,6 +170,14 @@ class Credit:
                 "'turn', 'batch' or, with a critic, 'gae'."
             )
 
+    def check_states(self, batch: RowBatch) -> None:
+        """Refuse rows with images, if states are told apart by their tokens."""
+        if self.advantage.kind == "gigpo" and batch.images is not None:
+            raise ValueError(
+                "advantage='gigpo' tells states apart by their tokens, which do not tell images apart: "
+                "give a function of the rows, advantage=lambda rows: gigpo_advantage(..., state=...)."
+            )
+
     def outcome(self, batch: RowBatch, reward: Tensor) -> Tensor:
         """Return of each row's episode without the KL, ``[N]``."""
         return batch.at_first_token(self._returns_to_go(batch, reward, torch.zeros_like(reward)))
@@ -261,11 +269,6 @@ class Credit:
 
     def _from_states(self, batch: RowBatch, reward: Tensor, returns: Tensor) -> Tensor:
         """Compute advantages by comparison with episodes, and with turns that began in one state."""
-        if batch.images is not None:
-            raise ValueError(
-                "advantage='gigpo' tells states apart by their tokens, which do not tell images apart: "
-                "give a function of the rows, advantage=lambda rows: gigpo_advantage(..., state=...)."
-            )
         entries = batch.counted, batch.turns, batch.episode
         return gigpo_advantage(
             returns,

@@ -333,6 +333,8 @@ class ExperienceMaker(TensorDictModuleBase):
     def _read(self, rows: TensorDictBase) -> RowBatch:
         """Read and check the rows of this process."""
         batch = read_batch(rows, self.tensor_keys, may_lack_tokens=self.process_group is not None)
+        # Of the rows of this process: those of all ranks have no images.
+        self.credit.check_states(batch)
         key = batch.keys.sampling_temperature
         check_temperature(rows, key, self.passes.temperature, batch.counted.any(-1))
         if not self.process:
