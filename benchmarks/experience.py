@@ -172,7 +172,11 @@ def all_estimators(device: str) -> Iterator[tuple[str, Estimator]]:
     for kind in get_args(KLKind):
         yield (
             f"kl_estimate, {kind}",
-            Estimator(F.kl_estimate, (log_prob, old, kind), (log_prob, old, old)),
+            Estimator(
+                partial(F.kl_estimate, old_log_prob=old),
+                (log_prob, old, kind),
+                (log_prob, old, old),
+            ),
         )
     for name, objective in F.OBJECTIVES.items():
         inputs = log_prob, old, advantage, mask
@@ -183,7 +187,11 @@ def all_estimators(device: str) -> Iterator[tuple[str, Estimator]]:
         )
     for name, correction in F.CORRECTIONS.items():
         entries = log_prob, old, mask
-        yield f"correction {name}", Estimator(correction, entries, (*entries, log_prob))
+        extra = {"advantage": advantage} if name == "off_policy_mask" else {}
+        yield (
+            f"correction {name}",
+            Estimator(partial(correction, **extra), entries, (*entries, log_prob)),
+        )
     yield "aggregate, token_mean", Estimator(F.aggregate, (log_prob, mask), (log_prob, mask))
 
 

@@ -1,9 +1,13 @@
 """Settings of makers, losses and scores, one by one, as the records that take them."""
 
 from torchrl_mt.objectives import Advantage, Passes, RewardMix, ValueLoss
+from torchrl_mt.objectives.functional import OBJECTIVES
 
 PASSES = set(Passes.__dataclass_fields__)
 ADVANTAGE = set(Advantage.__dataclass_fields__) - {"kind"}
+OF_WHOLE_CALLS = ("clip_cov", "kl_cov")
+"""Objectives whose rows depend on each other."""
+OF_SINGLE_ROWS = [name for name in OBJECTIVES if name not in OF_WHOLE_CALLS]
 
 
 def grouped(**flat):

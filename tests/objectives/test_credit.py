@@ -1,5 +1,6 @@
 """Every kind of advantage is that of the pure functions, and rejected rows enter no statistic."""
 
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -12,6 +13,9 @@ from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KI
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    gdpo_advantage,
+    gigpo_advantage,
+    message_states,
     outcome_advantage,
     turn_gae,
     turn_normalize,
@@ -42,8 +46,9 @@ def entries(batch):
 
 
 def test_the_kinds_are_all_that_there_are():
-    assert {*get_args(GroupKind), "turn", "gae", "turn_gae", "bilevel_gae"} == set(ADVANTAGE_KINDS)
-    assert {"grpo", "opo", "max_rl", "reinforce_baseline"} <= set(GROUP_KINDS)
+    own = {"gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae"}
+    assert {*get_args(GroupKind), *own} == set(ADVANTAGE_KINDS)
+    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gdpo", "gigpo"} <= set(GROUP_KINDS)
     assert not {"batch", "reinforce++"} & set(GROUP_KINDS)
 
 
@@ -100,6 +105,73 @@ def test_an_episode_is_rejected_whole(model, rows):
     with pytest.raises(ValueError, match=r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"):
         ExperienceMaker(model)(batch)
     assert "advantage" not in batch
+
+
+@pytest.mark.parametrize("kind", CRITIC_KINDS)
+def test_the_critics_targets_may_have_a_decay_of_their_own(model, rows, kind):
+    options = {"gamma": 0.9, "lmbda": 0.8, "turn_lmbda": 0.6}
+    out = make(model, kind, critic_lmbda=1.0, **options)(rows(n=12))
+    same = make(model, kind, **options)(rows(n=12))
+    slower = make(model, kind, gamma=0.9, lmbda=1.0, turn_lmbda=1.0)(rows(n=12))
+    assert torch.equal(out["advantage"], same["advantage"])
+    assert torch.equal(out["returns"], slower["returns"])
+    assert not torch.equal(out["returns"], same["returns"])
+
+
+def test_turns_are_compared_where_the_environment_said_the_same(model, rows):
+    batch = rows(n=12)
+    batch["tokens", "full"] = batch["tokens", "full"] % 2  # Many messages are equal.
+    reward, mask, turns, episode = entries(batch)
+    out = make(model, "gigpo", gamma=0.9, step_weight=0.5)(batch)
+    of = partial(turn_returns, reward, mask, turns, episode=episode)
+    attended = batch["masks", "all_attention_mask"]
+    state = message_states(batch["tokens", "full"], attended, mask, turns, episode)
+    where = mask, turns, episode, batch["group"], state
+    expected = gigpo_advantage(of(gamma=0.9), of(gamma=1.0), *where, step_weight=0.5)
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
+    whole = outcome_advantage(of(gamma=1.0), *where[:-1], "dr_grpo")
+    assert not torch.allclose(expected, whole)
+
+
+def by_length(rows):
+    return rows["masks", "all_assistant_mask"].sum(-1).float() * (
+        rows["turns", "full"].amax(-1) + 1
+    )
+
+
+@pytest.mark.parametrize("process", [(), "dynamic_sampling"])
+def test_sources_are_compared_one_by_one(model, rows, process):
+    batch = rows(n=12)
+    _, mask, turns, episode = entries(batch)
+    recipe = {"a": [("episode", 2.0), (by_length, 0.5)], "b": [("episode", 1.0)]}
+    label = ["ab"[int(k) % 2] for k in batch["group"]]
+    batch["label"] = label
+    out = make(model, "gdpo", reward=recipe, gamma=0.9, process=process)(batch)
+    alone = [
+        make(model, "dr_grpo", reward=source, gamma=0.9)(rows(n=12))["returns"]
+        for source in ("episode", by_length)
+    ]
+    first = torch.tensor([x == "a" for x in label]).float()
+    alone[1] = alone[1] * first.unsqueeze(-1)
+    weight = torch.stack([1 + first, 0.5 * first])
+    expected = gdpo_advantage(torch.stack(alone), weight, mask, turns, episode, batch["group"])
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_coef": 0.1},
+        {"process": lambda rows: rows},
+        {"reward_transform": lambda reward, mask: reward},
+    ],
+)
+def test_what_changes_the_sum_of_the_sources_does_not_go_with_gdpo(model, other_model, options):
+    if "kl_coef" in options:
+        options = options | {"ref": other_model}
+    with pytest.raises(ValueError, match="one by one: it needs kl_coef=0"):
+        make(model, "gdpo", **options)
 
 
 class Learned(nn.Module):

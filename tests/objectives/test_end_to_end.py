@@ -27,7 +27,7 @@ from torchrl_mt.objectives import (
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import geometric
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
-from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
 
@@ -122,7 +122,7 @@ def test_every_advantage_trains_actor_and_critic(rows, actor, critic, kind, pack
         reward=[("episode", 1.0), (parity, 0.5)],
         advantage=kind,
         gamma=0.9,
-        kl_coef=0.01,
+        kl_coef=0.0 if kind == "gdpo" else 0.01,
         process="clip_filter",
         old_log_probs="actor",
         passes=Passes(packed=packed, micro_batch_tokens=64),
@@ -166,7 +166,7 @@ def test_every_objective_and_aggregation_trains(experience, actor, objective, ag
         objective=objective,
         aggregation=aggregation,
         correction=correction,
-        clip_epsilon=None if objective in ("reinforce", "sapo", "sft") else 0.9,
+        clip_epsilon=0.9 if clip_bounds(OBJECTIVES[objective]) else None,
     )
     train(loss, experience.clone())
 

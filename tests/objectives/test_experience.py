@@ -229,9 +229,9 @@ def test_making_experience_twice_is_making_it_once(
     if given_returns:
         given = torch.randn(batch["rewards", "full"].shape)
         batch["rewards", "to_go"] = given
-    maker = ExperienceMaker(
-        model, ref=other_model, critic=Critic(), kl_coef=0.1, advantage=advantage, gamma=0.9
-    )
+    options = {"ref": other_model, "critic": Critic(), "gamma": 0.9}
+    options["kl_coef"] = 0.0 if advantage == "gdpo" else 0.1
+    maker = ExperienceMaker(model, advantage=advantage, **options)
     once = maker(batch).clone()
     if given_returns:
         assert torch.equal(once["rewards", "to_go"], given)
@@ -276,7 +276,7 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
         ref=other_model,
         critic=Critic(),
         reward=SOURCES,
-        kl_coef=0.1,
+        kl_coef=0.0 if advantage == "gdpo" else 0.1,
         advantage=advantage,
         old_log_probs="actor",
         passes=Passes(with_entropy=True),

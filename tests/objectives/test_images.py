@@ -222,6 +222,8 @@ def test_callables_get_the_images_of_their_rows():
     out = ExperienceMaker(model, reward=count, advantage="dr_grpo")(rows)
     assert [tuple(shown) for shown in seen[0]] == [row.images for row in alone]
     assert out["rewards", "shaped"].sum(-1).tolist() == [1.0, 0.0, 3.0]
+    with pytest.raises(ValueError, match="tokens, which do not tell images apart"):
+        ExperienceMaker(model, reward=count, advantage="gigpo")(rows)
 
 
 def test_servers_are_sent_the_images_as_data_uris():

@@ -13,8 +13,15 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives import LossModule
 from torchrl.trainers import DefaultOptimizationStepper, OptimizerHook
 
+from tests.settings import OF_SINGLE_ROWS
 from tests.tiers import pairs, some_fast
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, row_log_probs
+from torchrl_mt.objectives import (
+    EntropyController,
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    row_log_probs,
+)
 from torchrl_mt.objectives.functional import (
     aggregate,
     geometric,
@@ -24,7 +31,7 @@ from torchrl_mt.objectives.functional import (
     ppo,
 )
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
-from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
+from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds, takes
 from torchrl_mt.scoring.values import ValueModel
 
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
@@ -192,7 +199,7 @@ def test_parameters_are_the_actors_own(model, experience, tokenizer, wrapped):
     assert float(loss(batch)["loss_objective"].detach()) < before
 
 
-@pytest.mark.parametrize(("objective", "aggregation"), pairs(OBJECTIVES, AGGREGATIONS))
+@pytest.mark.parametrize(("objective", "aggregation"), pairs(OF_SINGLE_ROWS, AGGREGATIONS))
 @pytest.mark.parametrize("size", some_fast([1], [1, 4]))
 def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, objective, size):
     batch = experience(n=7)
@@ -213,7 +220,7 @@ def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, obj
     assert_same_gradients(gradients(model, shards), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("objective", "aggregation"), pairs(OBJECTIVES, AGGREGATIONS))
+@pytest.mark.parametrize(("objective", "aggregation"), pairs(OF_SINGLE_ROWS, AGGREGATIONS))
 def test_padding_and_order_change_nothing(model, experience, spread, aggregation, objective):
     batch = experience()
     loss = MultiTurnLoss(
@@ -234,7 +241,7 @@ def test_padding_and_order_change_nothing(model, experience, spread, aggregation
         assert_same_gradients(gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [*OF_SINGLE_ROWS, "kl_cov"])
 def test_what_lies_on_masked_tokens_is_not_read(model, experience, objective):
     batch = experience()
     loss = MultiTurnLoss(
@@ -430,7 +437,7 @@ def test_sampled_tokens_on_padding_are_refused_by_key_and_row(model, experience)
 def test_objectives_keep_their_own_bounds(model, objective):
     default = inspect.signature(OBJECTIVES[objective]).parameters["clip_epsilon"].default
     assert MultiTurnLoss(model, objective=objective).clip_epsilon == default
-    if objective in ("reinforce", "sapo", "sft"):
+    if default is None:
         with pytest.raises(ValueError, match=f"clip_epsilon must be None for '{objective}'"):
             MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
     else:
@@ -469,6 +476,44 @@ def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
     MultiTurnLoss(model, objective="decoupled_ppo", correction="geometric")
 
 
+def test_a_controller_holds_the_entropy_at_its_target(model, experience):
+    batch, controller = (
+        experience(),
+        EntropyController(0.2, init_coef=0.1, delta=0.04, max_coef=0.15),
+    )
+    loss = MultiTurnLoss(model, entropy_coef=controller)
+    coefficients = []
+    for entropy in (0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.1):
+        out = loss(batch)
+        expected = -controller.coef * out["entropy"]
+        torch.testing.assert_close(out["loss_entropy"].detach(), expected)
+        controller.update(entropy)
+        coefficients.append(round(controller.coef, 6))
+    assert coefficients == [0.14, 0.15, 0.11, 0, 0, 0, 0, 0.04]
+    other = EntropyController(0.2)
+    other.load_state_dict(controller.state_dict())
+    assert other.coef == controller.coef
+    for wrong in ({"init_coef": 2.0}, {"delta": 0.0}, {"max_coef": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EntropyController(0.2, **wrong)
+    with pytest.raises(ValueError, match="entropy must be finite, got nan"):
+        controller.update(float("nan"))
+
+
+def test_a_kl_on_tokens_of_an_older_policy_is_weighed_by_the_ratio(model, experience):
+    batch = experience()
+    loss = MultiTurnLoss(model, objective="sft", kl_coef=0.1, kl_kind="k3_is")
+    assert ("log_probs", "old") in loss.in_keys
+    mask = batch["masks", "all_assistant_mask"].clone()
+    mask[:, 0] = False
+    new, _ = row_log_probs(
+        model, batch["tokens", "full"], batch["masks", "all_attention_mask"], mask
+    )
+    d, old = batch["log_probs", "ref"] - new, batch["log_probs", "old"]
+    expected = 0.1 * ((new - old).exp() * (d.exp() - 1 - d))[mask].mean()
+    torch.testing.assert_close(loss(batch)["loss_kl"].detach(), expected.detach())
+
+
 def correction_for(objective, *names):
     """These corrections, or those that go with an objective that weighs by itself or imitates."""
     return {"decoupled_ppo": ["geometric"], "sft": None}.get(objective, list(names))
@@ -490,7 +535,7 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
         corrections = [f for f in corrections if f.func is geometric]
     if objective == "sft":
         corrections = []
-    uses_turns = objective in ("gspo", "gspo_token", "gmpo") or any(
+    uses_turns = takes(OBJECTIVES[objective], "turns") or any(
         f.func is geometric for f in corrections
     )
     if sequence == "turn" and not uses_turns:
@@ -510,7 +555,7 @@ def test_the_objective_is_weighed_and_divided_by_all_tokens(
     log_prob, _ = row_log_probs(model, batch["tokens", "full"], masks["all_attention_mask"], mask)
     old, sampler = batch["log_probs", "old"], batch["log_probs", "full"]
     by_turn = {"turns": batch["turns", "full"]} if sequence == "turn" else {}
-    extras = by_turn if objective in ("gspo", "gspo_token", "gmpo") else {}
+    extras = by_turn if takes(OBJECTIVES[objective], "turns") else {}
     if objective == "decoupled_ppo":
         extras = {"sampler_log_prob": sampler}
     f = OBJECTIVES[objective]

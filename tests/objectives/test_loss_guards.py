@@ -294,7 +294,7 @@ def test_the_critic_is_run_as_the_actor_is(model, batch, packed, dtype):
 def test_the_pages_example_leads_the_kl_to_its_target(model, batch):
     page = (Path(__file__).parents[2] / "docs" / "learning.rst").read_text()
     start = page.index("   controller = AdaptiveKLController(init_kl_coef=0.05")
-    example = textwrap.dedent(page[start : page.index("The controllers are made", start)])
+    example = textwrap.dedent(page[start : page.index("``update`` takes", start)])
     total = MultiTurnLoss(model).total(batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     names = {"MultiTurnLoss": MultiTurnLoss, "model": model, "rows": batch, "total": total}

@@ -32,7 +32,17 @@ from torchrl_mt.ranks import is_dtensor, most
 from torchrl_mt.scoring import output_head
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
-ADVANTAGES = ("turn", "grpo", "rloo", "batch", "reinforce++", "gae", "turn_gae", "bilevel_gae")
+ADVANTAGES = (
+    "turn",
+    "grpo",
+    "rloo",
+    "batch",
+    "reinforce++",
+    "gigpo",
+    "gae",
+    "turn_gae",
+    "bilevel_gae",
+)
 SPLITS = ("uneven", "rank without rows")
 CLOSE = 1e-6
 """Relative to the norm: losses are float32, and ranks add up in another order than one process."""
@@ -152,6 +162,12 @@ MAKERS = {
         "advantage": "batch",
         "reward": [("episode", 0.5), (last_token_reward, 1.0)],
         "reward_transform": RewardNormalizer(center=True),
+    },
+    "one by one": {
+        "advantage": "gdpo",
+        "reward": [("episode", 0.5), (last_token_reward, 1.0)],
+        "process": "clip_filter",
+        "kl_coef": 0.0,
     },
     "own function": {"advantage": less_mean},
     "under DDP": {"advantage": "grpo"},

@@ -1,6 +1,7 @@
 """Training on rows: the experience maker (scores, KL, advantages) and the multi-turn loss."""
 
 from torchrl_mt.objectives.credit import Advantage
+from torchrl_mt.objectives.entropy import EntropyController
 from torchrl_mt.objectives.experience import ExperienceMaker
 from torchrl_mt.objectives.loss import MultiTurnLoss, ValueLoss
 from torchrl_mt.objectives.pipeline import ExperiencePipeline
@@ -18,6 +19,7 @@ from torchrl_mt.scoring.values import ValueModel, row_values
 __all__ = [
     "Advantage",
     "Distillation",
+    "EntropyController",
     "ExperienceKeys",
     "ExperienceMaker",
     "ExperiencePipeline",

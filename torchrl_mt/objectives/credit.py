@@ -14,13 +14,17 @@ from torchrl_mt.checks import (
     as_tensor,
     check_choice,
     check_finite,
+    check_positive_integer,
     check_shape,
     check_unit_interval,
 )
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
     episode_gae,
+    gdpo_advantage,
+    gigpo_advantage,
     masked_whiten,
+    message_states,
     outcome_advantage,
     turn_gae,
     turn_normalize,
@@ -29,15 +33,21 @@ from torchrl_mt.objectives.functional import (
 from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.rows.batch import RowBatch
 
-AdvantageKind = GroupKind | Literal["turn", "gae", "turn_gae", "bilevel_gae", "distill"]
+AdvantageKind = (
+    GroupKind | Literal["gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae", "distill"]
+)
 """Kinds of advantage: of whole episodes within groups, or over time."""
 
 CRITIC_KINDS = ("gae", "turn_gae", "bilevel_gae")
 """Kinds that need a critic."""
-GROUP_KINDS = tuple(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH)
+GROUP_KINDS = (
+    *(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH),
+    "gdpo",
+    "gigpo",
+)
 """Kinds that read the group; the other group kinds compare with the whole batch."""
 _TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
-ADVANTAGE_KINDS = (*get_args(GroupKind), "turn", *CRITIC_KINDS)
+ADVANTAGE_KINDS = (*get_args(GroupKind), "gdpo", "gigpo", "turn", *CRITIC_KINDS)
 """Kinds that compare rewards: all but ``"distill"``."""
 
 
@@ -48,12 +58,18 @@ class Advantage:
     - ``"turn"``: each turn's return less the mean of its turn id, divided by one standard deviation over
       the batch (:func:`~torchrl_mt.objectives.functional.turn_normalize`). If the rows hold returns,
       ``("rewards", "to_go")``, and nothing gives other rewards, these are used and ``gamma`` is ignored;
-    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``: the
-      return of the episode's first turn, compared within its group, on all sampled tokens of the episode
+    - ``"grpo"``, ``"dr_grpo"``, ``"rloo"``, ``"reinforce_baseline"``, ``"max_rl"``, ``"opo"``,
+      ``"pass_at_k"``: the return of the episode's first turn, compared within its group, on all sampled
+      tokens of the episode
       (:func:`~torchrl_mt.objectives.functional.outcome_advantage`,
       :func:`~torchrl_mt.objectives.functional.group_advantage`). Each episode counts once. If there are
       several episodes, some group must have two: collect with a ``group_size``;
     - ``"batch"`` or ``"reinforce++"``: the same, compared with the whole batch;
+    - ``"gdpo"``: ``"grpo"`` of each reward source by itself, their weighted sum whitened over all
+      episodes (:func:`~torchrl_mt.objectives.functional.gdpo_advantage`), without the KL;
+    - ``"gigpo"``: ``"dr_grpo"`` of the episode's undiscounted return, plus that of each turn's return
+      among the turns of the group before which the environment said the same
+      (:func:`~torchrl_mt.objectives.functional.gigpo_advantage`); not for rows with images;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the whole episode: its sampled
       tokens, its turns, or tokens within turns
       (:func:`~torchrl_mt.objectives.functional.episode_gae`,
@@ -68,15 +84,22 @@ class Advantage:
         lmbda: Trace decay in [0, 1]: per sampled token with ``"gae"`` and ``"bilevel_gae"``, per turn
             with ``"turn_gae"``. Below 1, late rewards count less as long as the critic's values are
             wrong; a new critic's are 0.
+        critic_lmbda: Trace decay of the critic's targets, ``"returns"``; by default they have the
+            advantage's. With 1, late rewards reach the critic undamped in long episodes (VC-PPO,
+            https://arxiv.org/abs/2503.01491; VAPO, https://arxiv.org/abs/2504.05118). For both levels of
+            ``"bilevel_gae"``.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
-        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups.
+        step_weight: Weight of the turns in ``"gigpo"``.
+        pass_k: How many episodes ``"pass_at_k"`` takes the best of.
+        lone_value: Advantage of an episode alone in its group, for the kinds that compare groups (but
+            ``"gdpo"``).
         whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
             never trained: it does not count and gets 0.
 
     Raises:
         ValueError: If the kind is unknown or a number out of range.
-        TypeError: If ``lone_value`` is no number.
+        TypeError: If ``lone_value`` or ``step_weight`` is no number.
 
     Examples:
         >>> Advantage("turn_gae", lmbda=0.9).needs_critic
@@ -85,8 +108,11 @@ class Advantage:
 
     kind: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn"
     lmbda: float = 0.95
+    critic_lmbda: float | None = None
     turn_gamma: float = 1.0
     turn_lmbda: float = 0.95
+    step_weight: float = 1.0
+    pass_k: int = 4
     lone_value: float = 0.0
     whiten: bool = False
 
@@ -95,6 +121,10 @@ class Advantage:
             check_choice("advantage", self.kind, (*ADVANTAGE_KINDS, "distill"))
         for name in ("lmbda", "turn_gamma", "turn_lmbda"):
             check_unit_interval(name, getattr(self, name))
+        if self.critic_lmbda is not None:
+            check_unit_interval("critic_lmbda", self.critic_lmbda)
+        check_positive_integer("pass_k", self.pass_k)
+        check_finite("step_weight", self.step_weight)
         check_finite("lone_value", self.lone_value)
 
     @property
@@ -145,6 +175,14 @@ class Credit:
                 "'turn', 'batch' or, with a critic, 'gae'."
             )
 
+    def check_states(self, batch: RowBatch) -> None:
+        """Refuse rows with images, if states are told apart by their tokens."""
+        if self.advantage.kind == "gigpo" and batch.images is not None:
+            raise ValueError(
+                "advantage='gigpo' tells states apart by their tokens, which do not tell images apart: "
+                "give a function of the rows, advantage=lambda rows: gigpo_advantage(..., state=...)."
+            )
+
     def outcome(self, batch: RowBatch, reward: Tensor) -> Tensor:
         """Return of each row's episode without the KL, ``[N]``."""
         return batch.at_first_token(self._returns_to_go(batch, reward, torch.zeros_like(reward)))
@@ -155,6 +193,7 @@ class Credit:
         reward: Tensor | None,
         kl_reward: Tensor,
         made: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns.
 
@@ -163,6 +202,7 @@ class Credit:
             reward: ``[N, S]`` floating; ``None`` takes the rows' own returns.
             kl_reward: ``[N, S]`` float32, the KL term of the reward.
             made: The outputs so far, ``[N, S]``, by key name.
+            parts: What the reward is made of, as of ``RewardMix.separately``; read by ``"gdpo"``.
 
         Returns:
             Advantage and return, ``[N, S]`` float32, zero on masked tokens; the advantage is also zero
@@ -182,6 +222,12 @@ class Credit:
             hint = "advantage(rows) is at fault."
         elif self.advantage.kind == "distill":
             advantage = made["teacher_log_probs"] - made["sample_log_prob"].float()
+        elif self.advantage.kind == "gdpo":
+            assert parts is not None
+            advantage = self._from_parts(batch, parts)
+        elif self.advantage.kind == "gigpo":
+            assert reward is not None
+            advantage = self._from_states(batch, reward + kl_reward, returns)
         elif not self.advantage.needs_critic:
             advantage = self._from_comparison(batch, returns, self.advantage.kind)
         advantage = batch.finite_float("advantage", advantage, batch.scored, hint)
@@ -211,11 +257,50 @@ class Credit:
             cast(GroupKind, kind),
             scored=batch.scored,
             lone_value=self.advantage.lone_value,
+            pass_k=self.advantage.pass_k,
+        )
+
+    def _from_parts(self, batch: RowBatch, parts: Mapping[str, Tensor]) -> Tensor:
+        """Compute advantages of rewards that are compared one by one."""
+        names = [name.removeprefix("score/") for name in parts if name.startswith("score/")]
+        nothing = torch.zeros_like(batch.mask, dtype=torch.float32)
+        returns = [self._returns_to_go(batch, parts[f"score/{name}"], nothing) for name in names]
+        return gdpo_advantage(
+            torch.stack(returns),
+            torch.stack([parts[f"weight/{name}"][:, 0] for name in names]),
+            batch.counted,
+            batch.turns,
+            batch.episode,
+            batch.group(),
+        )
+
+    def _from_states(self, batch: RowBatch, reward: Tensor, returns: Tensor) -> Tensor:
+        """Compute advantages by comparison with episodes, and with turns that began in one state."""
+        entries = batch.counted, batch.turns, batch.episode
+        return gigpo_advantage(
+            returns,
+            turn_returns(reward, *entries[:2], 1.0, episode=batch.episode),
+            *entries,
+            batch.group(),
+            message_states(batch.tokens, batch.attention_mask, *entries),
+            step_weight=self.advantage.step_weight,
+            lone_value=self.advantage.lone_value,
         )
 
     def _from_critic(self, batch: RowBatch, reward: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute advantages and the critic's targets from its values."""
+        own = self.advantage
+        advantage, returns = self._gae(batch, reward, value, own.lmbda, own.turn_lmbda)
+        if own.critic_lmbda is not None:
+            slower = own.critic_lmbda, own.critic_lmbda
+            returns = self._gae(batch, reward, value, *slower)[1]
+        return advantage, returns
+
+    def _gae(
+        self, batch: RowBatch, reward: Tensor, value: Tensor, lmbda: float, turn_lmbda: float
+    ) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns from a critic's values."""
-        entries = reward, value, batch.mask, batch.turns, self.discount, self.advantage.lmbda
+        entries = reward, value, batch.mask, batch.turns, self.discount, lmbda
         if self.advantage.kind == "gae":
             return episode_gae(*entries, episode=batch.episode)
         if self.advantage.kind == "turn_gae":
@@ -223,7 +308,7 @@ class Credit:
         return bilevel_gae(
             *entries,
             turn_gamma=self.advantage.turn_gamma,
-            turn_lmbda=self.advantage.turn_lmbda,
+            turn_lmbda=turn_lmbda,
             episode=batch.episode,
         )
 

@@ -181,6 +181,14 @@ class ExperienceMaker(TensorDictModuleBase):
         if not isinstance(reward, RewardMix):
             reward = RewardMix(OWN if reward is None else reward, passes=self.passes)
         self.reward = reward
+        if self.advantage.kind == "gdpo":
+            filters = all(map(is_filter, self.process))
+            if coefficient or reward.transform is not None or not filters:
+                raise ValueError(
+                    "advantage='gdpo' compares the sources' rewards one by one: it needs kl_coef=0 "
+                    "(put the KL in the loss), no RewardMix(transform=...), and no functions in "
+                    "process but filters, because all these change the sum."
+                )
         self.kl_coef = kl_coef
         self.kl_kind: KLKind = kl_kind
         self.old_log_probs = old_log_probs
@@ -290,12 +298,13 @@ class ExperienceMaker(TensorDictModuleBase):
         whole = batch if ranks is None else ranks.batch
         with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
             self._check(whole)
-            reward, metrics = self._rewards_of_all(batch)
+            reward, metrics, parts = self._rewards_of_all(batch)
             if ranks is None:
-                scores = self._scores(batch, reward)
+                scores = self._scores(batch, reward) | parts
             else:
-                scores = ranks.gather(lambda: self._scores(batch, reward))
+                scores = ranks.gather(lambda: self._scores(batch, reward) | parts)
             reward = scores.pop("reward", None)
+            parts = {name: scores.pop(name) for name in parts}
             if reward is not None:
                 # After the models: running statistics must not count a batch whose scoring failed.
                 reward = self.reward.transformed(reward, whole.episodes, whole.valid)
@@ -304,13 +313,14 @@ class ExperienceMaker(TensorDictModuleBase):
                 left = process_rows(self.process, whole, scores, reward)
                 whole, number, reward = left.batch, left.number, left.reward
                 scores = {name: value[number] for name, value in scores.items()}
+                parts = {name: value[number] for name, value in parts.items()}
                 metrics = metrics | left.metrics
                 rows = whole.rows
                 if ranks is not None:
                     rows = ranks.own_rows(number)
                     for key in left.written:
                         rows.set(key, ranks.own(whole.rows.get(key), number))
-            out, found = self._outputs(whole, scores, reward)
+            out, found = self._outputs(whole, scores, reward, parts)
             for name, value in out.items():
                 if ranks is not None:
                     value = ranks.own(value, number)
@@ -338,6 +348,8 @@ class ExperienceMaker(TensorDictModuleBase):
     def _read(self, rows: TensorDictBase) -> RowBatch:
         """Read and check the rows of this process."""
         batch = read_batch(rows, self.tensor_keys, may_lack_tokens=self.process_group is not None)
+        # Of the rows of this process: those of all ranks have no images.
+        self.credit.check_states(batch)
         key = batch.keys.sampling_temperature
         check_temperature(rows, key, self.passes.temperature, batch.counted.any(-1))
         if not self.process:
@@ -352,38 +364,45 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.reads_group:
             batch.group()
 
-    def _rewards_of_all(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
+    def _rewards_of_all(
+        self, batch: RowBatch
+    ) -> tuple[Tensor | None, dict[str, float], dict[str, Tensor]]:
         """Reward the rows of this process; the metrics are those of all ranks."""
         if self.process_group is None:
             return self._rewards(batch)
-        rewards: list[Tensor | None] = []
+        made: list[tuple[Tensor | None, dict[str, Tensor]]] = []
 
         def ask() -> dict[str, float]:
-            reward, metrics = self._rewards(batch)
-            rewards.append(reward)
+            reward, metrics, parts = self._rewards(batch)
+            made.append((reward, parts))
             return metrics
 
         # Before the models: a rank whose reward server fails must not leave the others waiting.
         every = call_on_all(ask, self.process_group)
-        return rewards[0], merge_summaries(every)
+        reward, parts = made[0]
+        return reward, merge_summaries(every), parts
 
-    def _rewards(self, batch: RowBatch) -> tuple[Tensor | None, dict[str, float]]:
-        """Ask the reward sources, after a check that costs less; ``None`` for the rows' own returns."""
+    def _rewards(
+        self, batch: RowBatch
+    ) -> tuple[Tensor | None, dict[str, float], dict[str, Tensor]]:
+        """Ask the reward sources, after a check that costs less; ``None`` for the rows' own returns.
+
+        The last result is what the rewards are made of, if the advantage reads it.
+        """
         if self.old_log_probs == "sampler":
             self._sampler_log_probs(batch)
         # The rows' own returns stand for their rewards.
         if self.own_reward and self.advantage.kind == "turn" and batch.has("turn_return"):
             if self.gamma is not None:
                 self._warnings.of_gamma(batch, self.gamma)
-            return None, {}
-        reward, metrics = self.reward(
-            batch.rows,
-            batch.episodes,
-            valid=batch.valid,
-            shown=batch.with_default_keys(),
-            keys=self.tensor_keys,
-        )
-        return reward, metrics
+            return None, {}, {}
+        given = batch.rows, batch.episodes
+        options: dict[str, Any] = {"valid": batch.valid, "keys": self.tensor_keys}
+        options["shown"] = batch.with_default_keys()
+        if self.advantage.kind == "gdpo":
+            return self.reward.separately(*given, **options)
+        reward, metrics = self.reward(*given, **options)
+        return reward, metrics, {}
 
     def _sampler_log_probs(self, batch: RowBatch) -> Tensor:
         """Read and check the sampler's log-probabilities, ``[N, S]`` float32."""
@@ -413,7 +432,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 "ref_log_probs", ref, batch.scored, MODEL_FAULT
             )
             # From the models' own values: a 0 written for NaN is no log-probability.
-            kl = kl_estimate(old.float(), ref, self.kl_kind)
+            kl = kl_estimate(old.float(), ref, self.kl_kind, old_log_prob=old)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
             out["kl"] = batch.finite_float(
                 "kl", kl, batch.scored, "the policies are too far apart."
@@ -430,7 +449,11 @@ class ExperienceMaker(TensorDictModuleBase):
         return out
 
     def _outputs(
-        self, batch: RowBatch, scores: Mapping[str, Tensor], reward: Tensor | None
+        self,
+        batch: RowBatch,
+        scores: Mapping[str, Tensor],
+        reward: Tensor | None,
+        parts: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Compute the outputs of scored rows, by key name, and the metrics."""
         out = dict(scores)
@@ -454,7 +477,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 outcome = batch.episode_scores(reward)
             metrics |= groups_without_spread(batch, outcome)
         advantage, out["value_target"] = self.credit.advantage_and_return(
-            batch, reward, kl_reward, out
+            batch, reward, kl_reward, out, parts
         )
         out["advantage"] = advantage.unsqueeze(-1)
         weight = batch.rows.get(batch.keys.weight, None) if self.process else None

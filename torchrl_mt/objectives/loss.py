@@ -26,6 +26,7 @@ from torchrl_mt.checks import (
     check_positive,
     check_shape,
 )
+from torchrl_mt.objectives.entropy import EntropyController, entropy_coefficient
 from torchrl_mt.objectives.functional import (
     aggregate,
     correct,
@@ -129,7 +130,8 @@ class MultiTurnLoss(LossModule):
         kl_coef: Weight of the KL to the reference: a number, or a TorchRL controller, which you update
             after each step. ``None`` leaves the KL out; 0 only reports it.
         kl_kind: The estimator to minimise (:doc:`/credit`). The gradient of k1 is 0 on average.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus: a number, or an
+            :class:`~torchrl_mt.objectives.EntropyController`, which you update after each step.
         critic: A value network, or :class:`~torchrl_mt.objectives.ValueLoss`.
         distillation: A teacher, and how the actor is drawn to it at the sampled tokens.
         sft_coef: Weight of the cross-entropy of further tokens, those of the entry ``("masks", "sft")``,
@@ -188,7 +190,7 @@ class MultiTurnLoss(LossModule):
         sequence: Sequences = "row",
         kl_coef: KLCoefficient | None = None,
         kl_kind: KLKind = "k3",
-        entropy_coef: float | None = None,
+        entropy_coef: float | EntropyController | None = None,
         critic: nn.Module | ValueLoss | None = None,
         distillation: Distillation | None = None,
         sft_coef: float | None = None,
@@ -227,7 +229,7 @@ class MultiTurnLoss(LossModule):
         if kl_coef is not None:
             kl_coefficient(kl_coef)
         if entropy_coef is not None:
-            check_finite("entropy_coef", entropy_coef)
+            entropy_coefficient(entropy_coef)
         if sft_coef is not None:
             check_finite("sft_coef", sft_coef)
         if distillation is not None:
@@ -275,7 +277,8 @@ class MultiTurnLoss(LossModule):
     def _names(self) -> list[str]:
         """List the required entries by their names in ``set_keys``."""
         needed = {
-            "sample_log_prob": compares(self.objective),
+            "sample_log_prob": compares(self.objective)
+            or (self.kl_coef is not None and self.kl_kind == "k3_is"),
             "advantage": compares(self.objective),
             "ref_log_probs": self.kl_coef is not None and not self._ref_is_optional,
             "sampler_log_prob": bool(self.corrections) or takes(self.objective, "sampler_log_prob"),
@@ -406,6 +409,7 @@ class MultiTurnLoss(LossModule):
                 rows["sampler_log_prob"],
                 mask,
                 turns=rows.get("turns"),
+                advantage=rows["advantage"],
             )
         whole = _Rows(rows, mask, RowImages.of(tensordict))
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -492,10 +496,12 @@ class MultiTurnLoss(LossModule):
             losses["loss_distill"] = self.distillation.coef * reduce(divergence)
         if self.kl_coef is not None and "ref_log_probs" in rows:
             ref = torch.where(mask, rows["ref_log_probs"], 0.0)
-            tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind)
+            old = rows.get("sample_log_prob")
+            old = None if old is None else torch.where(mask, old, 0.0)
+            tokens["kl"] = kl_estimate(log_prob, ref, self.kl_kind, old_log_prob=old)
             losses["loss_kl"] = kl_coefficient(self.kl_coef) * reduce(tokens["kl"])
         if self.entropy_coef is not None:
-            losses["loss_entropy"] = -self.entropy_coef * reduce(entropy)
+            losses["loss_entropy"] = -entropy_coefficient(self.entropy_coef) * reduce(entropy)
         if self.value_loss is not None:
             value = row_values(self.value_loss.critic, *inputs, images=part.images, passes=passes)
             error, tokens["value_clipped"] = value_loss(
@@ -543,7 +549,9 @@ class MultiTurnLoss(LossModule):
 
     def _count_idle(self, whole: _Rows, trained: list[nn.Parameter]) -> None:
         """Count an update that follows regularisers alone."""
-        regularised = self.entropy_coef or (self.kl_coef is not None and not self._ref_is_optional)
+        regularised = self.kl_coef is not None and not self._ref_is_optional
+        if self.entropy_coef is not None:
+            regularised |= entropy_coefficient(self.entropy_coef) != 0
         watched = self.max_idle_updates is not None and regularised and "advantage" in whole.entries
         if watched and not exchanges_gradients(self.actor_network):
             weight = whole.entries["advantage"]

@@ -13,6 +13,8 @@ from torchrl_mt.objectives.functional import (
     correct,
     geometric,
     icepop,
+    m2po,
+    off_policy_mask,
     sequence_mis,
     sequence_tis,
     token_tis,
@@ -42,13 +44,34 @@ CASES = {
         None,
         lambda w: float(0.7 <= w <= 1.4),
     ),
+    "off_policy_mask": (
+        partial(off_policy_mask, delta=-math.log(0.7)),
+        None,
+        None,
+        lambda w: float(w >= 0.7),
+    ),
+    "m2po": (partial(m2po, threshold=0.1), None, None, None),
 }
+
+
+def second_moment(b):
+    """Drop the largest square, one after the other, until the mean of the rest is below 0.1."""
+    squares = ((b.old.double() - b.sampler.double()) ** 2)[b.mask].tolist()
+    left, near = sorted(squares), False
+    while left and sum(left) / len(left) >= 0.1:
+        near |= abs(sum(left) / len(left) - 0.1) < 1e-6
+        left.pop()
+    kept = [float(x in left) for x in squares]
+    out = torch.zeros(b.mask.shape, dtype=torch.float64)
+    return out.masked_scatter(b.mask, torch.tensor(kept, dtype=torch.float64)), near
 
 
 def reference(case, b, by_turn):
     """Token by token in float64; also whether a bound is too near to tell."""
     _, of_token, of_product, of_root = CASES[case]
     out, near = torch.zeros(b.mask.shape, dtype=torch.float64), False
+    if case == "m2po":
+        return second_moment(b)
     for n, row in enumerate(b.mask.tolist()):
         for t, sampled in enumerate(row):
             if not sampled:
@@ -64,6 +87,8 @@ def reference(case, b, by_turn):
                 (f, x) for f, x in ((of_token, own), (of_product, product), (of_root, root)) if f
             )
             out[n, t] = rule(w)
+            if case == "off_policy_mask" and b.advantage[n, t] >= 0:
+                out[n, t] = 1.0
             near |= min(abs(w - bound) for bound in (0.2, 0.5, 0.7, 1.4, 1.5)) < 1e-4
     return out, near
 
@@ -71,6 +96,7 @@ def reference(case, b, by_turn):
 def evaluate(case, b, by_turn=False):
     correction = CASES[case][0]
     options = {"turns": b.turns} if by_turn and takes(correction, "turns") else {}
+    options |= {"advantage": b.advantage} if takes(correction, "advantage") else {}
     return correction(b.old, b.sampler, b.mask, **options)
 
 
@@ -101,7 +127,8 @@ def test_weights_are_the_formulas(case, batch, by_turn):
 def test_weights_are_finite_constants(case, far, mask):
     old = torch.tensor([[-far, 0.0, -1.0, -far]], requires_grad=True)
     mask = torch.tensor([mask])
-    weight, metrics = CASES[case][0](old, torch.tensor([[0.0, -far, -1.0, 0.0]]), mask)
+    options = {"advantage": -torch.ones(1, 4)} if case == "off_policy_mask" else {}
+    weight, metrics = CASES[case][0](old, torch.tensor([[0.0, -far, -1.0, 0.0]]), mask, **options)
     assert not weight.requires_grad
     assert weight.isfinite().all()
     assert not weight[~mask].any()
@@ -113,7 +140,8 @@ def test_weights_are_finite_constants(case, far, mask):
 def test_a_sampler_that_is_the_old_policy_needs_no_correction(case):
     old = -torch.rand(3, 4)
     mask = torch.ones(3, 4, dtype=torch.bool)
-    weight, metrics = CORRECTIONS[case](old, old, mask)
+    options = {"advantage": -torch.ones(3, 4)} if case == "off_policy_mask" else {}
+    weight, metrics = CORRECTIONS[case](old, old, mask, **options)
     assert torch.equal(weight, torch.ones(3, 4))
     assert [float(metrics[k]) for k in ("ess", "clip_fraction", "mask_fraction")] == [1, 0, 0]
 
@@ -170,3 +198,29 @@ def test_bounds_are_those_of_the_ratio_however_far_it_is_from_one():
     weight, metrics = token_tis(zero, zero, mask, cap=1.0)
     assert (weight == 1).all()
     assert metrics["clip_fraction"] == 0
+
+
+PEERS = torch.tensor([[-0.3, -0.5, -2.5, -0.4], [-1.0, -0.4, -2.2, -0.1], [-0.2, -0.9, -1.1, -3.0]])
+PEERS_SAMPLER = torch.tensor(
+    [[-0.1, -0.4, -0.5, -0.3], [-0.2, -0.5, -1.0, -0.4], [-0.3, -0.6, -1.2, -1.0]]
+)
+PEERS_MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        # AReaL, trainer/ppo/actor.py.
+        (partial(m2po, threshold=0.1), [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]]),
+        # TRL f2cd57710, trainer/grpo_trainer.py.
+        (
+            partial(off_policy_mask, delta=0.4, advantage=torch.tensor([[-1.0], [-1.0], [1.0]])),
+            [[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]],
+        ),
+    ],
+)
+def test_weights_are_the_peers(correction, expected):
+    if "advantage" in correction.keywords:
+        correction.keywords["advantage"] = correction.keywords["advantage"].expand(3, 4)
+    weight, _ = correction(PEERS, PEERS_SAMPLER, PEERS_MASK)
+    assert weight.tolist() == expected

@@ -13,6 +13,7 @@ from torchrl_mt.objectives.functional import (
     RewardNormalizer,
     aggregate,
     bilevel_gae,
+    clip_cov,
     clip_filter_weight,
     clip_reward,
     correct,
@@ -22,14 +23,18 @@ from torchrl_mt.objectives.functional import (
     geometric,
     group_advantage,
     icepop,
+    kl_cov,
     kl_estimate,
+    m2po,
     masked_gae,
     masked_returns,
     masked_whiten,
     merge_totals,
+    off_policy_mask,
     outcome_advantage,
     overlong_penalty,
     ppo,
+    reinforce,
     sapo,
     sequence_mis,
     token_tis,
@@ -37,6 +42,7 @@ from torchrl_mt.objectives.functional import (
     turn_normalize,
     turn_returns,
     value_loss,
+    vespo,
 )
 from torchrl_mt.objectives.functional.aggregation import aggregation_total
 from torchrl_mt.objectives.functional.corrections import find_corrections
@@ -58,6 +64,10 @@ bilevel = partial(bilevel_gae, turn_gamma=1.0, turn_lmbda=1.0)
 objectives = [
     partial(f, sampler_log_prob=X) if takes(f, "sampler_log_prob") else f
     for f in OBJECTIVES.values()
+]
+
+corrections = [
+    partial(f, advantage=X) if takes(f, "advantage") else f for f in CORRECTIONS.values()
 ]
 
 
@@ -108,6 +118,7 @@ def test_estimates_over_episodes(estimate, wrong, error, text):
         refused(GROUP_SHAPE, group_advantage, RETURNS, LONG_IDS),
         refused("shape (2,), got None", group_advantage, RETURNS, None, error=TypeError),
         refused("group must hold integer ids", group_advantage, IDS, RETURNS, error=TypeError),
+        refused("pass_k must be", group_advantage, RETURNS, IDS, "pass_at_k", pass_k=0),
         refused("lengths must be given for kind 'opo'", group_advantage, RETURNS, IDS, "opo"),
         refused("lengths must have", group_advantage, RETURNS, IDS, "opo", lengths=LONG_IDS),
         refused(NO_TURN, outcome_advantage, X, MASK, TURNS - 1, IDS, IDS),
@@ -129,8 +140,9 @@ def test_groups(call, error, text):
         *(refused("rho must lie in", entropy_mask, X, MASK, x) for x in (0.0, 1.5, math.nan)),
         refused(MASK_SHAPE, entropy_mask, X, MASK[:, :2]),
         refused("entropy must not be NaN on sampled tokens", entropy_mask, X * math.nan, MASK),
-        refused("kind must be one of 'k1', 'k2', 'k3', 'k3+'", kl_estimate, X, X, "k4"),
+        refused("kind must be one of 'k1', 'k2', 'k3', 'k3+', 'k3_is'", kl_estimate, X, X, "k4"),
         refused("ref_log_prob must have shape (2, 3), got (2,)", kl_estimate, X, RETURNS),
+        refused("old_log_prob must be given for kind 'k3_is'", kl_estimate, X, X, "k3_is"),
         refused("buffer must be positive", overlong_penalty, X, 10, 0),
         refused("buffer must be at most max_length", overlong_penalty, X, 10, 11),
         refused(MASK_TYPE, masked_whiten, X, X, error=TypeError),
@@ -158,8 +170,19 @@ def test_tokens_and_rewards(call, error, text):
             for clip in (-0.1, (0.1, -0.1), (0.1,))
             if clip_bounds(f)
         ),
+        *(
+            refused("old_log_prob must have shape (2, 3), got (2, 2)", f, X, X[:, :2], X, MASK)
+            for f in filter(compares, objectives)
+            if f is not reinforce
+        ),
         refused("dual_clip must be above 1", ppo, X, X, X, MASK, dual_clip=1.0),
         refused("tau_neg must be positive", sapo, X, X, X, MASK, tau_neg=0.0),
+        refused("shape_neg must be positive", vespo, X, X, X, MASK, shape_neg=(1.0, 0.0)),
+        refused("bounds must be", clip_cov, X, X, X, MASK, bounds=(5.0, 1.0)),
+        *(
+            refused("share must lie in (0, 1], got 0", f, X, X, X, MASK, share=0.0)
+            for f in (clip_cov, kl_cov)
+        ),
         *(
             refused("weight_cap must be positive", f, X, X, X, MASK, weight_cap=0.0)
             for f in objectives
@@ -178,12 +201,15 @@ def test_losses(call, error, text):
     ("call", "error", "text"),
     [
         refused("cap must be positive", token_tis, X, X, MASK, cap=0.0),
+        refused("threshold must be positive", m2po, X, X, MASK, threshold=0.0),
+        refused("delta must be", off_policy_mask, X, X, MASK, advantage=X, delta=math.nan),
+        refused("advantage must have", off_policy_mask, X, X, MASK, advantage=X[:1]),
         refused("bounds must be", icepop, X, X, MASK, bounds=(2.0, 1.0)),
         refused("bounds must be", geometric, X, X, MASK, bounds=(-1.0, 1.0)),
         refused(TURNS_SHAPE, sequence_mis, X, X, MASK, turns=TURNS[:, :2]),
         *(
             refused("sampler_log_prob must have shape (2, 3), got (1, 3)", f, X, X[:1], MASK)
-            for f in CORRECTIONS.values()
+            for f in corrections
         ),
         refused("correction must be one of", find_corrections, ["geometric", "tis"]),
         refused("corrections must be one or more, got none", correct, [], X, X, MASK),

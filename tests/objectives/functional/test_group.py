@@ -1,7 +1,8 @@
 """Groups are told apart by id; lone members and equal groups are finite, gradients included."""
 
-from math import sqrt
-from statistics import mean, stdev
+from itertools import combinations
+from math import comb, sqrt
+from statistics import mean, pstdev, stdev
 
 import pytest
 import torch
@@ -9,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.objectives.functional._batches import forked_rows
-from torchrl_mt.objectives.functional import group_advantage, outcome_advantage, turn_normalize
+from torchrl_mt.objectives.functional import (
+    gdpo_advantage,
+    group_advantage,
+    outcome_advantage,
+    turn_normalize,
+)
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"]
+KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "pass_at_k"]
+KINDS += ["batch", "reinforce++"]
 LENGTHS = {"opo", "reinforce_baseline", "batch"}
 """Kinds that are tested with lengths; the last two also go without."""
 
@@ -58,6 +65,12 @@ def one(x, peers, batch, lengths, kind):
         return x - mean(others)
     if kind == "max_rl":
         return (x - center) / (center + 1e-6) if center > 0 else 0.0
+    if kind == "pass_at_k":
+        subsets = list(combinations(range(len(returns)), min(4, len(returns) - 1)))
+        best = [max(returns[i] for i in chosen) for chosen in subsets]
+        own = returns.index(x)
+        with_it = [b for b, chosen in zip(best, subsets, strict=True) if own in chosen]
+        return (mean(with_it) - mean(best)) / (pstdev(best) + 1e-6)
     if kind == "opo":
         return x - weighted_mean(returns, peer_lengths)
     if kind == "grpo":
@@ -191,6 +204,62 @@ def test_opo_without_any_length_takes_the_plain_mean():
     lengths = torch.tensor([0, 0, 3, 1])
     out = group_advantage(returns, group, "opo", lengths=lengths)
     torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 3.0]))
+
+
+def each_episode(x):
+    """Arguments of an advantage of episodes with one token each, after a token that is not sampled."""
+    n = x.shape[-1]
+    mask = torch.tensor([[False, True]]).expand(n, 2)
+    x = torch.stack([torch.full_like(x, torch.nan), x], dim=-1)
+    return x, (mask, torch.zeros(n, 2).long(), torch.arange(n) * 3)
+
+
+@given(members(), st.integers(1, 3), st.integers(0, 1000))
+def test_rewards_are_compared_one_by_one_and_their_sum_whitened(batch, number, seed):
+    _, group, _ = batch
+    g = torch.Generator().manual_seed(seed)
+    returns = torch.randint(0, 3, (number, len(group)), generator=g) * 0.1
+    weight = torch.rand(number, 1, generator=g).expand(-1, len(group)) * 3
+    total = [0.0] * len(group)
+    for own, factor in zip(returns, weight, strict=True):
+        compared = loop(own, group, "grpo", torch.ones_like(group, dtype=torch.bool)).tolist()
+        total = [t + float(f) * x for t, f, x in zip(total, factor, compared, strict=True)]
+    expected = [whiten(x, total, [1] * len(total)) if len(total) > 1 else 0.0 for x in total]
+    stacked, where = each_episode(returns)
+    got = gdpo_advantage(stacked, weight, *where, group)
+    if len(total) > 1 and max(total) - min(total) < 1e-4:
+        return  # What is left of the sum is rounding.
+    assert not got[:, 0].any()
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(got[:, 1].double(), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_numbers_of_several_rewards_are_verls():
+    """Of verl 1dda039b9, ``compute_gdpo_outcome_advantage``, for responses of one token."""
+    returns = torch.tensor([[0.0, 90.0, 10.0, 30.0, 5.0, 5.0], [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]])
+    weight = torch.tensor([[1.0], [0.5]]).expand(2, 6)
+    stacked, where = each_episode(returns)
+    got = gdpo_advantage(stacked, weight, *where, torch.tensor([7, 7, 7, 2, 2, 2]))[:, 1]
+    torch.testing.assert_close(
+        got,
+        torch.tensor([-0.100109, 0.875122, -0.775013, 1.46862, -0.293724, -1.174895]),
+        atol=1e-5,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+@pytest.mark.parametrize("failures", [1, 4, 7])
+def test_pass_at_k_of_successes_is_the_papers(k, failures):
+    """Of Chen et al., 2025, with the binomial coefficients written out."""
+    n = 8
+    reward = 1 - comb(failures, k) / comb(n, k)
+    scale = sqrt(reward * (1 - reward)) + 1e-6
+    failed = (1 - reward - comb(failures - 1, k - 1) / comb(n - 1, k - 1)) / scale
+    expected = [failed] * failures + [(1 - reward) / scale] * (n - failures)
+    returns = torch.tensor([0.0] * failures + [1.0] * (n - failures))
+    got = group_advantage(returns, torch.zeros(n).long(), "pass_at_k", pass_k=k)
+    torch.testing.assert_close(got.double(), torch.tensor(expected).double(), atol=1e-6, rtol=1e-5)
 
 
 @given(forked_rows())

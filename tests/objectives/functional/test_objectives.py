@@ -5,20 +5,25 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.objectives.functional._batches import batches, dirty
 from torchrl_mt.objectives.functional import (
     cispo,
+    clip_cov,
     decoupled_ppo,
+    dppo_kl,
+    dppo_tv,
     gmpo,
     gspo,
     gspo_token,
+    kl_cov,
     ppo,
     reinforce,
     sapo,
     sft,
+    vespo,
 )
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds, takes
 
@@ -96,7 +101,76 @@ def ref_gmpo(b, turns):
     return out
 
 
+def tv(new, old):
+    return (new.exp() - old.exp()).abs()
+
+
+def binary_kl(new, old):
+    rest_new, rest_old = ((1 - x.exp()).clamp(min=1e-8) for x in (new, old))
+    return old.exp() * (old - new) + rest_old * (rest_old / rest_new).log()
+
+
+def dppo_side(divergence, new, old):
+    """Side of the bounds that a token is on."""
+    d = float(divergence(new, old).detach())
+    return int(new > old and d > CLIP[1]) - int(new < old and d > CLIP[0])
+
+
+def ref_dppo(divergence):
+    def loss(new, old, _, a):
+        side = dppo_side(divergence, new, old)
+        return 0.0 * new if side == (1 if a > 0 else -1) else -a * (new - old).exp()
+
+    return token_reference(loss)
+
+
+def ref_vespo(b, turns):
+    out = torch.zeros_like(b.new)
+    for tokens in sequences(b.mask, turns):
+        w = torch.stack([b.new[i] - b.old[i] for i in tokens]).sum().exp().detach()
+        for i in tokens:
+            k, rate = (2.0, 3.0) if b.advantage[i] >= 0 else (3.0, 2.0)
+            out[i] = -(w**k) * torch.exp(rate * (1 - w)) * b.advantage[i] * b.new[i]
+    return out
+
+
+def covariances(b):
+    tokens = [tuple(i) for i in b.mask.nonzero().tolist()]
+    mean_a, mean_x = (float(x.detach()[b.mask].mean()) for x in (b.advantage, b.new))
+    return {
+        i: (float(b.advantage[i]) - mean_a) * (float(b.new.detach()[i]) - mean_x) for i in tokens
+    }
+
+
+def ref_clip_cov(b, _):
+    """With the whole share: all tokens between the bounds are dropped, if PPO does not clip them."""
+    out = torch.zeros_like(b.new)
+    for i, covariance in covariances(b).items() if b.mask.any() else ():
+        ratio = (b.new[i] - b.old[i]).exp()
+        clipped = ratio > 1 + CLIP[1] if b.advantage[i] > 0 else ratio < 1 - CLIP[0]
+        if clipped or not 0.2 < covariance < 1.0:
+            out[i] = surrogate(ratio, b.advantage[i])
+    return out
+
+
+def ref_kl_cov(b, _):
+    out = torch.zeros_like(b.new)
+    found = covariances(b) if b.mask.any() else {}
+    held = sorted(found, key=found.get)[-max(1, int(0.3 * len(found))) :]
+    others = [found[i] for i in found if i not in held]
+    assume(not others or found[held[0]] - max(others) > 1e-5)
+    for i in found:
+        d = b.new[i] - b.old[i]
+        out[i] = -d.exp() * b.advantage[i] + (0.7 * d.abs() if i in held else 0.0)
+    return out
+
+
 CASES = {
+    "dppo_tv": (dppo_tv, ref_dppo(tv)),
+    "dppo_kl": (dppo_kl, ref_dppo(binary_kl)),
+    "vespo": (vespo, ref_vespo),
+    "clip_cov": (partial(clip_cov, share=1.0, bounds=(0.2, 1.0)), ref_clip_cov),
+    "kl_cov": (partial(kl_cov, share=0.3, coef=0.7), ref_kl_cov),
     "sft": (sft, token_reference(lambda new, old, _, a: -new)),
     "reinforce": (reinforce, token_reference(lambda new, old, _, a: -a * new)),
     "ppo": (ppo, token_reference(lambda new, old, _, a: surrogate((new - old).exp(), a))),
@@ -170,6 +244,12 @@ def test_value_and_gradient_are_the_formulas(name, batch, by_turn):
     low, high = (-CLIP[0], CLIP[1]) if name == "gmpo" else (math.log(0.9), math.log(1.3))
     for tokens in sequences(batch.mask, by_sequence):
         d = [float(batch.new[i] - batch.old[i]) for i in tokens]
+        if name.startswith("dppo"):
+            divergence = tv if name == "dppo_tv" else binary_kl
+            assert all(
+                int(clipped[i]) == dppo_side(divergence, exact.new[i], exact.old[i]) for i in tokens
+            )
+            continue
         if name.startswith("gspo"):
             d = [sum(d) / len(d)] * len(d)
         for i, x in zip(tokens, d, strict=True):
@@ -240,3 +320,53 @@ def test_bounds_may_be_one_number(name):
     objective = OBJECTIVES[name]
     got = objective(*given, clip_epsilon=0.2)
     torch.testing.assert_close(got, objective(*given, (0.2, 0.2)))
+
+
+NEW = torch.tensor([[-0.05, -0.9, -2.0, -0.4], [-1.5, -0.02, -3.0, -0.7]])
+OLD = torch.tensor([[-0.30, -0.5, -2.5, -0.4], [-1.0, -0.40, -2.2, -0.1]])
+ADVANTAGE = torch.tensor([[1.0, -0.5, 2.0, 0.3], [-1.0, 1.5, 0.7, -0.2]])
+SAMPLED = torch.tensor([[True, True, False, True], [True, True, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("objective", "slopes"),
+    [
+        (dppo_tv, [[0, 0, 0, -0.3], [0.606531, 0, -0.314530, 0]]),
+        (dppo_kl, [[0, 0, 0, -0.3], [0, 0, -0.314530, 0]]),
+        (
+            partial(clip_cov, share=1.0, bounds=(0.2, 5.0)),
+            [[0, 0, 0, -0.3], [0, 0, -0.314530, 0]],
+        ),
+        (
+            partial(kl_cov, share=0.3, coef=0.7),
+            [[-1.284025, 0.335160, 0, -0.3], [-0.093469, -1.493427, -0.314530, 0.109762]],
+        ),
+    ],
+)
+def test_gradients_are_verls(objective, slopes):
+    """Of verl 1dda039b9, ``core_algos.py``, on this input, with the same settings."""
+    new = NEW.clone().requires_grad_()
+    objective(new, OLD, ADVANTAGE, SAMPLED)[0].sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor(slopes), atol=2e-6, rtol=0)
+
+
+def test_the_gradient_of_vespo_is_its_authors():
+    """Of FloyedShen/VESPO aa1f3045, ``recipe/vespo/code/core_algos.py``."""
+    new = NEW.clone().requires_grad_()
+    advantage = torch.tensor([[1.0], [-0.5]]).expand(2, 4)
+    vespo(new, OLD, advantage, SAMPLED)[0].sum().backward()
+    expected = SAMPLED * torch.tensor([[-1.125105], [0.024958]])
+    torch.testing.assert_close(new.grad, expected, atol=2e-6, rtol=0)
+
+
+def test_clip_cov_drops_a_share_of_the_tokens_between_the_bounds_at_random():
+    g = torch.Generator().manual_seed(0)
+    new, advantage = torch.randn(2, 20, 50, generator=g)
+    mask = torch.rand(20, 50, generator=g) < 0.7
+    everyone = clip_cov(new, new, advantage, mask, share=1.0)[0]
+    few, other = (clip_cov(new, new, advantage, mask, share=0.02)[0] for _ in range(2))
+    assert int((few == 0)[mask].sum()) == int(0.02 * int(mask.sum()))
+    assert not everyone[few == 0].any()
+    assert not torch.equal(few, other)
+    kept = few != 0
+    torch.testing.assert_close(few[kept], -advantage[kept])

@@ -15,16 +15,22 @@ from torchrl_mt.objectives.functional.corrections import (
     correct,
     geometric,
     icepop,
+    m2po,
+    off_policy_mask,
     sequence_mis,
     sequence_tis,
     token_tis,
 )
 from torchrl_mt.objectives.functional.critic import value_loss
+from torchrl_mt.objectives.functional.gdpo import gdpo_advantage
+from torchrl_mt.objectives.functional.gigpo import gigpo_advantage, message_states
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.policy.cispo import cispo
+from torchrl_mt.objectives.functional.policy.covariance import clip_cov, kl_cov
 from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.policy.dppo import dppo_kl, dppo_tv
 from torchrl_mt.objectives.functional.policy.gmpo import gmpo
 from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, Objective
@@ -32,6 +38,7 @@ from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
 from torchrl_mt.objectives.functional.policy.sft import sft
+from torchrl_mt.objectives.functional.policy.vespo import vespo
 from torchrl_mt.objectives.functional.reward_shaping import (
     RewardNormalizer,
     clip_reward,
@@ -66,24 +73,33 @@ __all__ = [
     "aggregate",
     "bilevel_gae",
     "cispo",
+    "clip_cov",
     "clip_filter_weight",
     "clip_reward",
     "correct",
     "decoupled_ppo",
+    "dppo_kl",
+    "dppo_tv",
     "dynamic_sampling_mask",
     "entropy_mask",
     "episode_gae",
+    "gdpo_advantage",
     "geometric",
+    "gigpo_advantage",
     "gmpo",
     "group_advantage",
     "gspo",
     "gspo_token",
     "icepop",
+    "kl_cov",
     "kl_estimate",
+    "m2po",
     "masked_gae",
     "masked_returns",
     "masked_whiten",
     "merge_totals",
+    "message_states",
+    "off_policy_mask",
     "outcome_advantage",
     "overlong_penalty",
     "ppo",
@@ -97,4 +113,5 @@ __all__ = [
     "turn_normalize",
     "turn_returns",
     "value_loss",
+    "vespo",
 ]

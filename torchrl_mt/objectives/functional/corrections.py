@@ -1,7 +1,7 @@
 """Off-policy corrections: weights for tokens sampled by another policy than the old one.
 
-A correction depends only on the old and the sampler's log-probabilities, which are constants of the
-rows. Its weights multiply the loss and leave its divisor unchanged.
+A correction depends only on the old and the sampler's log-probabilities and, if asked, the advantages,
+which are constants of the rows. Its weights multiply the loss and leave its divisor unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_positive, find_functions
+from torchrl_mt.checks import check_finite, check_positive, check_shape, find_functions
 from torchrl_mt.objectives.functional.importance import (
     MAX_RATIO,
     effective_sample_size,
@@ -22,13 +22,15 @@ from torchrl_mt.objectives.functional.importance import (
     sequence_sum,
 )
 from torchrl_mt.objectives.functional.policy.objectives import takes
+from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 
 Correction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """``(old_log_prob, sampler_log_prob, mask) -> (weight, metrics)``.
 
 ``weight`` is ``[N, S]`` float32 without gradient, zero on masked tokens. ``metrics`` has scalars, among
 them ``"ess"``, ``"clip_fraction"`` and ``"mask_fraction"``. A function with a keyword ``turns`` gets the
-turn ids if a sequence is a turn. Bind hyperparameters with ``functools.partial``."""
+turn ids if a sequence is a turn, one with a keyword ``advantage`` the advantages. Bind hyperparameters
+with ``functools.partial``."""
 
 
 @torch.no_grad()
@@ -196,6 +198,84 @@ def geometric(
     return _keep_within(torch.ones_like(ratio), ratio, mask, bounds)
 
 
+@torch.no_grad()
+def off_policy_mask(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    advantage: Tensor,
+    delta: float = 0.5,
+    turns: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weight tokens of negative advantage by 0 in sequences that are unlikely by now, else by 1.
+
+    Off-policy sequence masking of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): 0 where the
+    advantage is negative and the mean of ``sampler_log_prob - old_log_prob`` over the sequence is above
+    ``delta``. A policy learns from its own mistakes; those of another one mislead it. The paper measures
+    with the policy being trained, and names no ``delta``; the default is TRL's proposal.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        advantage: ``[N, S]`` floating.
+        delta: Largest mean of a sequence that is kept whole.
+        turns: ``[N, S]`` int64 turn id of each token, if a sequence is a turn; by default a row.
+
+    Returns:
+        Weights ``[N, S]`` float32 of 0 and 1, zero on masked tokens, and
+        :func:`~torchrl_mt.objectives.functional.corrections.correction_metrics` of them.
+
+    Examples:
+        >>> sampler, mask = torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+        >>> off_policy_mask(torch.zeros(1, 2), sampler, mask, advantage=torch.tensor([[-1.0, 2.0]]))[0]
+        tensor([[0., 1.]])
+    """
+    check_finite("delta", delta)
+    check_shape("advantage", advantage, mask.shape)
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    stale = -sequence_mean(difference, mask, turns) > delta
+    weight = (mask & ~(stale & (advantage < 0))).float()
+    return weight, correction_metrics(weight, mask, torch.zeros_like(mask))
+
+
+@torch.no_grad()
+def m2po(
+    old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, *, threshold: float = 0.04
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weight the tokens with the largest ratios by 0 until the second moment is small, else by 1.
+
+    Second-moment trust region (M2PO, https://arxiv.org/abs/2510.01161): of all sampled tokens of this
+    call, those with the largest ``(old_log_prob - sampler_log_prob) ** 2`` are dropped until the mean of
+    the rest is below ``threshold``. The ratio is that of AReaL; the paper's is of the policy being
+    trained to the sampler. Shards of a batch have thresholds of their own.
+
+    Args:
+        old_log_prob: ``[N, S]`` floating, under the actor before its updates on these rows.
+        sampler_log_prob: ``[N, S]`` floating, as sampled.
+        mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
+        threshold: Bound of the second moment.
+
+    Returns:
+        As :func:`off_policy_mask`. Tokens of equal ratios are kept or dropped together.
+
+    Examples:
+        >>> old, mask = torch.tensor([[0.1, -0.2, 0.6]]), torch.ones(1, 3, dtype=torch.bool)
+        >>> m2po(old, torch.zeros(1, 3), mask)[0]
+        tensor([[1., 1., 0.]])
+    """
+    check_positive("threshold", threshold)
+    difference = sampler_log_ratio(old_log_prob, sampler_log_prob, mask)
+    square = difference.to(accumulation_dtype(mask.device)).square()
+    ordered = square[mask].sort().values
+    count = torch.arange(1, len(ordered) + 1, device=mask.device)
+    dropped = ordered[ordered.cumsum(0) / count >= threshold]
+    kept = square < dropped[0] if len(dropped) else torch.ones_like(mask)
+    weight = (mask & kept).float()
+    return weight, correction_metrics(weight, mask, torch.zeros_like(mask))
+
+
 def _truncate(log_weight: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Truncate weights at the cap, and at exp(20) in any case."""
     check_positive("cap", cap)
@@ -219,6 +299,8 @@ def _keep_within(
 CORRECTIONS: dict[str, Correction] = {
     "geometric": geometric,
     "icepop": icepop,
+    "m2po": m2po,
+    "off_policy_mask": off_policy_mask,
     "sequence_mis": sequence_mis,
     "sequence_tis": sequence_tis,
     "token_tis": token_tis,
@@ -268,6 +350,7 @@ def correct(
     mask: Tensor,
     *,
     turns: Tensor | None = None,
+    advantage: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Multiply the weights of several corrections.
 
@@ -277,6 +360,7 @@ def correct(
         sampler_log_prob: ``[N, S]`` floating, as sampled.
         mask: ``[N, S]`` bool, true on sampled tokens; nothing else is read.
         turns: ``[N, S]`` int64 turn id of each token, if a sequence is a turn.
+        advantage: ``[N, S]`` floating; needed by ``off_policy_mask``.
 
     Returns:
         The product ``[N, S]`` float32, and its ``"ess"`` and ``"mask_fraction"``; its
@@ -291,8 +375,9 @@ def correct(
         raise ValueError("corrections must be one or more, got none.")
     weight = mask.float()
     clip_fractions = []
+    given = {"turns": turns, "advantage": advantage}
     for correction in corrections:
-        options = {"turns": turns} if turns is not None and takes(correction, "turns") else {}
+        options = {k: v for k, v in given.items() if v is not None and takes(correction, k)}
         factor, metrics = correction(old_log_prob, sampler_log_prob, mask, **options)
         weight = torch.where(mask, weight * factor, 0.0)
         clip_fractions.append(metrics["clip_fraction"])

@@ -8,17 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice, check_ids, check_mask, check_shape
-from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
+from torchrl_mt.checks import (
+    check_choice,
+    check_ids,
+    check_mask,
+    check_positive_integer,
+    check_shape,
+)
+from torchrl_mt.objectives.functional.time.recurrence import (
+    accumulation_dtype,
+    reverse_linear_recurrence,
+)
 from torchrl_mt.objectives.functional.whitening import masked_whiten
 
 GroupKind = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "batch", "reinforce++"
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_baseline",
+    "max_rl",
+    "opo",
+    "pass_at_k",
+    "batch",
+    "reinforce++",
 ]
 """Kinds of comparison: with the group, or with the whole batch (the last two, which are synonyms)."""
 
@@ -32,6 +50,7 @@ def group_advantage(
     lengths: Tensor | None = None,
     lone_value: float = 0.0,
     eps: float = 1e-6,
+    pass_k: int = 4,
 ) -> Tensor:
     """Compute each member's advantage relative to its group.
 
@@ -46,6 +65,9 @@ def group_advantage(
     - ``"max_rl"``: ``(G - mean) / (mean + eps)``, 0 where the mean is not positive, for returns of 0
       or more (https://arxiv.org/abs/2602.02710);
     - ``"opo"``: ``G`` minus the group's mean weighted by length (https://arxiv.org/abs/2505.23585);
+    - ``"pass_at_k"``: for the best of ``k`` members. With ``R`` the maximum over a subset of ``k``:
+      ``(mean of R with this member - mean of R) / (std of R + eps)``, over all subsets; for returns of 0
+      and 1 the closed form of https://arxiv.org/abs/2508.10751;
     - ``"batch"`` or ``"reinforce++"``: like ``"grpo"`` with the whole batch as one group; ``group`` is
       not used (https://arxiv.org/abs/2501.03262).
 
@@ -60,6 +82,7 @@ def group_advantage(
             batch count each member once per token if it is given.
         lone_value: Advantage of a valid member alone in its group.
         eps: Added to divisors.
+        pass_k: ``k`` of ``"pass_at_k"``; in groups of ``k`` or fewer, subsets have all members but one.
 
     Returns:
         ``[N]`` float32; 0 in groups whose valid members have equal returns.
@@ -70,6 +93,7 @@ def group_advantage(
         tensor([-1.,  0.,  1.,  0.])
     """
     check_choice("kind", kind, GROUP_ESTIMATORS)
+    check_positive_integer("pass_k", pass_k)
     groups = index_groups(returns, group, valid)
     dtype = accumulation_dtype(returns.device)
     if lengths is not None:
@@ -85,7 +109,8 @@ def group_advantage(
     if kind in OVER_BATCH:
         groups = Groups(torch.zeros_like(groups.member), groups.valid, 1)
     returns = torch.where(groups.valid, returns.to(dtype), 0.0)
-    advantage = GROUP_ESTIMATORS[kind](returns, groups, lengths, eps).float()
+    estimator = partial(pass_at_k, k=pass_k) if kind == "pass_at_k" else GROUP_ESTIMATORS[kind]
+    advantage = estimator(returns, groups, lengths, eps).float()
     # torch.where passes gradients to unselected values, too: they must be finite above.
     spread, lone = groups.spread(returns.detach()), groups.count() <= 1
     advantage = torch.where(spread[groups.member], advantage, 0.0)
@@ -200,6 +225,48 @@ def opo(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> 
     return returns - groups.mean(returns, lengths)[groups.member]
 
 
+def pass_at_k(
+    returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float, k: int = 4
+) -> Tensor:
+    """What a member adds to the maximum over subsets of ``k`` members, in its standard deviations."""
+    # By group, valid members first, in order of their returns.
+    order = returns.argsort(stable=True)
+    order = order[(~groups.valid)[order].long().argsort(stable=True)]
+    order = order[groups.member[order].argsort(stable=True)]
+    x, of = returns[order], groups.member[order]
+    size = groups.count()[of].to(x.dtype)
+    ends = torch.ones_like(of, dtype=torch.bool)
+    ends[:-1] = of[1:] != of[:-1]
+    place = torch.arange(1, len(of) + 1, device=of.device)
+    rank = (place - torch.searchsorted(of, of)).to(x.dtype)
+    subset = (size - 1).clamp(min=1, max=k)
+
+    def share(rest: Tensor, chosen: Tensor, out_of: Tensor, among: Tensor) -> Tensor:
+        """Divide one binomial coefficient by another, which is not 0."""
+        log = _log_binomial(rest, chosen) - _log_binomial(out_of, among)
+        return torch.where((chosen >= 0) & (chosen <= rest), log.exp(), 0.0)
+
+    # The subsets whose maximum this member is: the others are among those before it.
+    is_best = share(rank - 1, subset - 1, size, subset)
+    best = torch.zeros_like(returns).index_copy(0, order, is_best) * groups.valid
+    mean = groups.total(best * returns)[groups.member]
+    variance = groups.total(best * (returns - mean).square())[groups.member]
+    beaten = x * share(rank - 2, subset - 2, size - 1, subset - 1)
+    beaten = torch.where(groups.valid[order], beaten, 0.0)
+    later = reverse_linear_recurrence(beaten, torch.where(ends, 0.0, 1.0).to(x.dtype))
+    later = torch.where(ends, 0.0, later.roll(-1))
+    own = later + x * share(rank - 1, subset - 1, size - 1, subset - 1)
+    own = torch.zeros_like(returns).index_copy(0, order, own)
+    variance = torch.where(variance > 0, variance, 1.0)
+    return (own - mean) / (variance.sqrt() + eps)
+
+
+def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
+    """Logarithm of the binomial coefficient; any number where it is 0."""
+    n, k = n.clamp(min=0), k.clamp(min=0)
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma((n - k).clamp(min=0) + 1)
+
+
 def whiten_batch(returns: Tensor, groups: Groups, lengths: Tensor | None, eps: float) -> Tensor:
     """Distance from the batch's mean in standard deviations."""
     return masked_whiten(returns, groups.valid, weight=lengths, eps=eps)
@@ -215,6 +282,7 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "reinforce_baseline": reinforce_baseline,
     "max_rl": max_rl,
     "opo": opo,
+    "pass_at_k": pass_at_k,
     "batch": whiten_batch,
     "reinforce++": whiten_batch,
 }

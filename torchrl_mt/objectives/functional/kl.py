@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_choice, check_shape
 
-KLKind = Literal["k1", "k2", "k3", "k3+"]
+KLKind = Literal["k1", "k2", "k3", "k3+", "k3_is"]
 """Kinds of estimator; see :func:`kl_estimate`."""
 
 MAX_LOG_RATIO = 20.0
@@ -16,7 +16,13 @@ MAX_LOG_RATIO = 20.0
 its gradient infinite."""
 
 
-def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> Tensor:
+def kl_estimate(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    kind: KLKind = "k3",
+    *,
+    old_log_prob: Tensor | None = None,
+) -> Tensor:
     """Estimate ``KL(p || ref)`` at tokens sampled from ``p``.
 
     With ``d = ref_log_prob - log_prob`` (http://joschu.net/blog/kl-approx.html):
@@ -26,12 +32,16 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     - ``"k3"``: ``exp(d) - 1 - d``, unbiased, never negative (``d`` is clamped at 20, with gradient 0
       beyond); as a loss, its gradient is that of ``KL(ref || p)``;
     - ``"k3+"``: the value of k3 with the gradient of k2 (https://arxiv.org/abs/2510.01555; named as
-      in verl).
+      in verl);
+    - ``"k3_is"``: for tokens sampled from an older policy ``q``: ``w * (exp(d) - 1 - d)`` with
+      ``w = exp(log_prob - old_log_prob)`` clamped to exp(±20), and its derivative ``-w * d``: both
+      unbiased (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
 
     Args:
         log_prob: Log-probabilities under ``p``, any shape.
         ref_log_prob: Log-probabilities under ``ref``, the same shape.
         kind: See above.
+        old_log_prob: Log-probabilities under ``q``, the same shape; needed by ``"k3_is"`` alone.
 
     Returns:
         The estimate per token, float32.
@@ -51,7 +61,14 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     if kind == "k3":
         return _k3(difference)
     value = difference.detach()
-    return _k3(value).add_(value * (difference - value))
+    estimate = _k3(value).add_(value * (difference - value))
+    if kind == "k3+":
+        return estimate
+    if old_log_prob is None:
+        raise ValueError("old_log_prob must be given for kind 'k3_is', got None.")
+    check_shape("old_log_prob", old_log_prob, log_prob.shape)
+    log_ratio = log_prob.detach().float() - old_log_prob.float()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_() * estimate
 
 
 def _k3(difference: Tensor) -> Tensor:

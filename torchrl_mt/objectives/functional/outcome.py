@@ -29,6 +29,7 @@ def outcome_advantage(
     scored: Tensor | None = None,
     lone_value: float = 0.0,
     eps: float = 1e-6,
+    pass_k: int = 4,
 ) -> Tensor:
     """Compute episodes' advantages in their groups from the returns of their first turns.
 
@@ -45,6 +46,7 @@ def outcome_advantage(
             default all sampled ones.
         lone_value: Advantage of an episode alone in its group.
         eps: Added to divisors.
+        pass_k: ``k`` of ``"pass_at_k"``.
 
     Returns:
         ``[N, S]`` float32, zero on masked tokens. Episodes without sampled tokens enter no statistic.
@@ -93,6 +95,7 @@ def outcome_advantage(
         lengths=lengths,
         lone_value=lone_value,
         eps=eps,
+        pass_k=pass_k,
     )
     return torch.where(mask, advantage[of_row].unsqueeze(-1), 0.0)
 

@@ -162,6 +162,22 @@ class RewardMix(nn.Module):
             ValueError: If a label has no recipe or differs within an episode, an episode's own reward
                 or a sum is not finite, or a source's result is invalid.
         """
+        return self.separately(rows, episodes, valid=valid, shown=shown, keys=keys)[:2]
+
+    def separately(
+        self,
+        rows: TensorDictBase,
+        episodes: EpisodeIndex,
+        *,
+        valid: Tensor | None = None,
+        shown: TensorDictBase | None = None,
+        keys: ExperienceKeys | None = None,
+    ) -> tuple[Tensor, dict[str, float], dict[str, Tensor]]:
+        """Do the same, and return what the sum is made of: the third result.
+
+        ``"score/i"`` is the unweighted reward of source ``i``, ``"weight/i"`` its weight on each token's
+        row: ``[N, S]`` float32, 0 where the source was not asked.
+        """
         if valid is None:
             valid = torch.ones_like(episodes.of_row, dtype=torch.bool)
         shown = rows if shown is None else shown
@@ -199,7 +215,15 @@ class RewardMix(nn.Module):
         ]
         for (i, place), answer in zip(places.items(), ask(calls), strict=True):
             scored[i] = _place(self.names[i], answer.to(device), place, episodes, shown)
-        return self._sum(scored, of_label, episodes)
+        nothing = torch.zeros(episodes.mask.shape, device=device)
+        parts = {f"score/{i}": scored.get(i, nothing) for i in range(len(self.sources))}
+        for i in range(len(self.sources)):
+            weight = sum(
+                (here * self.weights[label].get(i, 0.0) for label, here in of_label.items()),
+                nothing[:, 0],
+            )
+            parts[f"weight/{i}"] = weight.unsqueeze(-1).expand_as(nothing)
+        return *self._sum(scored, of_label, episodes), parts
 
     def _sum(
         self, scored: Mapping[int, Tensor], of_label: Mapping[str, Tensor], episodes: EpisodeIndex

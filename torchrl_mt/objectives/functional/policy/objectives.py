@@ -11,13 +11,16 @@ from torch import Tensor
 
 from torchrl_mt.checks import check_clip_epsilon
 from torchrl_mt.objectives.functional.policy.cispo import cispo
+from torchrl_mt.objectives.functional.policy.covariance import clip_cov, kl_cov
 from torchrl_mt.objectives.functional.policy.decoupled_ppo import decoupled_ppo
+from torchrl_mt.objectives.functional.policy.dppo import dppo_kl, dppo_tv
 from torchrl_mt.objectives.functional.policy.gmpo import gmpo
 from torchrl_mt.objectives.functional.policy.gspo import gspo, gspo_token
 from torchrl_mt.objectives.functional.policy.ppo import ppo
 from torchrl_mt.objectives.functional.policy.reinforce import reinforce
 from torchrl_mt.objectives.functional.policy.sapo import sapo
 from torchrl_mt.objectives.functional.policy.sft import sft
+from torchrl_mt.objectives.functional.policy.vespo import vespo
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """``(log_prob, old_log_prob, advantage, mask, clip_epsilon) -> (loss, clipped)``, all ``[N, S]``.
@@ -30,14 +33,19 @@ keyword ``turns`` gets the turn ids if a sequence is a turn. One whose ``advanta
 
 OBJECTIVES: dict[str, Objective] = {
     "cispo": cispo,
+    "clip_cov": clip_cov,
     "decoupled_ppo": decoupled_ppo,
+    "dppo_kl": dppo_kl,
+    "dppo_tv": dppo_tv,
     "gmpo": gmpo,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "kl_cov": kl_cov,
     "ppo": ppo,
     "reinforce": reinforce,
     "sapo": sapo,
     "sft": sft,
+    "vespo": vespo,
 }
 """Objectives by their names in :class:`~torchrl_mt.objectives.MultiTurnLoss`."""
 
