@@ -129,6 +129,12 @@ def last_token_reward(rows):
     return rows["tokens", "full"].sum(-1) % 5
 
 
+def where_it_applies(rows):
+    """``None``, and hence no reward, for some episodes."""
+    score = rows["tokens", "full"].sum(-1)
+    return [None if each % 3 == 0 else each % 5 for each in score.tolist()]
+
+
 def less_mean(rows):
     mask = rows["masks", "all_assistant_mask"]
     return rows["returns"] - rows["returns"].sum() / mask.sum()
@@ -153,6 +159,7 @@ MAKERS = {
         "reward": [("episode", 0.5), (last_token_reward, 1.0)],
         "reward_transform": RewardNormalizer(center=True),
     },
+    "rejected": {"advantage": "grpo", "reward": where_it_applies},
     "own function": {"advantage": less_mean},
     "under DDP": {"advantage": "grpo"},
     "without passes": {
