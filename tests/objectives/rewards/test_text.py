@@ -348,3 +348,13 @@ def test_a_collectors_episodes():
         said,
         {"role": "user", "content": "one"},
     ]
+
+    def in_messages(prompts, completions, word):
+        assert [[each["content"] for each in prompt] for prompt in prompts] == [[w] for w in word]
+        assert completions == [dialogue[1:] for dialogue in seen["messages"]]
+        return [float(completion[0]["content"] == "three") for completion in completions]
+
+    rows = MergeTurns(carry=("data", "text"))(batch)
+    source = TextReward(in_messages, tokenizer, conversational=True)
+    made = ExperienceMaker(model, reward=source, advantage="batch")(rows)
+    assert made["rewards", "shaped"].sum(-1).tolist() == [1.0, 1.0]
