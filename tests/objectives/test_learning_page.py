@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.objectives.llm.grpo import CISPOLoss
 
 from torchrl_mt.objectives import ExperienceMaker, Passes
@@ -81,17 +80,6 @@ def test_the_slopes_of_cispo_beside_torchrls():
         row = re.search(rf"\* - .*{name}.*\n((?:     - [-.\d]+\n){{4}})", table).group(1)
         shown = [float(x) for x in re.findall(r"     - (\S+)", row)]
         assert shown == pytest.approx(numbers, abs=5e-3)
-
-
-def test_the_overlong_example_counts_whole_episodes():
-    start = PAGE.index("   def overlong(rows):")
-    example = textwrap.dedent(PAGE[start : PAGE.index("   recipes = ", start)])
-    names = {"torch": torch, "overlong_penalty": lambda lengths, **_: lengths}
-    exec(example, names)
-    mask = torch.tensor([[True, True], [True, False], [True, True]])
-    rows = TensorDict({"masks": {"all_assistant_mask": mask}}, [3])
-    rows["episode_index"] = torch.tensor([4, 2, 4])
-    assert names["overlong"](rows).tolist() == [4, 1, 4]
 
 
 def test_the_functions_between_rewards_and_advantages_run(model, rows):

@@ -139,6 +139,12 @@ def last_token_reward(rows):
     return rows["tokens", "full"].sum(-1) % 5
 
 
+def where_it_applies(rows):
+    """``None``, and hence no reward, for some episodes."""
+    score = rows["tokens", "full"].sum(-1)
+    return [None if each % 3 == 0 else each % 5 for each in score.tolist()]
+
+
 def less_mean(rows):
     mask = rows["masks", "all_assistant_mask"]
     return rows["returns"] - rows["returns"].sum() / mask.sum()
@@ -169,6 +175,7 @@ MAKERS = {
         "process": "clip_filter",
         "kl_coef": 0.0,
     },
+    "rejected": {"advantage": "grpo", "reward": where_it_applies},
     "own function": {"advantage": less_mean},
     "under DDP": {"advantage": "grpo"},
     "without passes": {

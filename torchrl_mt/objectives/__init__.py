@@ -5,6 +5,7 @@ from torchrl_mt.objectives.entropy import EntropyController
 from torchrl_mt.objectives.experience import ExperienceMaker
 from torchrl_mt.objectives.loss import MultiTurnLoss, ValueLoss
 from torchrl_mt.objectives.pipeline import ExperiencePipeline
+from torchrl_mt.objectives.rewards.lengths import LengthPenalty, OverlongPenalty
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.remote import RemoteReward, RewardError
@@ -23,8 +24,10 @@ __all__ = [
     "ExperienceKeys",
     "ExperienceMaker",
     "ExperiencePipeline",
+    "LengthPenalty",
     "ModelReward",
     "MultiTurnLoss",
+    "OverlongPenalty",
     "Passes",
     "RemoteReward",
     "RewardError",

@@ -265,7 +265,8 @@ class ExperienceMaker(TensorDictModuleBase):
 
         ``"returns"`` is each turn's return-to-go over its whole episode, with ``gamma`` per turn; with a
         ``"gae"`` kind it is the critic's target. Nothing is bootstrapped: a truncated episode counts
-        like a terminated one. ``process`` is applied after rewards and before advantages.
+        like a terminated one. ``process`` is applied after rewards and before advantages. An episode to
+        which no reward source applies (``None``) is rejected: its rows get a false ``"valid"``.
 
         No gradient flows. The models' modes are restored, and so is the random state unless other
         threads run.
@@ -296,16 +297,21 @@ class ExperienceMaker(TensorDictModuleBase):
         ranks = None if group is None else AllRanks.of(lambda: self._read(tensordict), group)
         batch = self._read(tensordict) if ranks is None else ranks.mine
         whole = batch if ranks is None else ranks.batch
-        with undone_on_failure(tensordict, self.out_keys, self.reward.transform):
+        may_write = [*self.out_keys, self.tensor_keys.valid]
+        with undone_on_failure(tensordict, may_write, self.reward.transform):
             self._check(whole)
             reward, metrics, parts = self._rewards_of_all(batch)
             if ranks is None:
                 scores = self._scores(batch, reward) | parts
             else:
                 scores = ranks.gather(lambda: self._scores(batch, reward) | parts)
-            reward = scores.pop("reward", None)
+            reward, rejects = scores.pop("reward", None), False
             parts = {name: scores.pop(name) for name in parts}
             if reward is not None:
+                unscored = reward.isnan().any(-1)
+                if rejects := bool(unscored.any()):
+                    whole = whole.reject(unscored)
+                    reward = torch.where(unscored.unsqueeze(-1), 0.0, reward)
                 # After the models: running statistics must not count a batch whose scoring failed.
                 reward = self.reward.transformed(reward, whole.episodes, whole.valid)
             rows, number = batch.rows, None
@@ -321,6 +327,8 @@ class ExperienceMaker(TensorDictModuleBase):
                     for key in left.written:
                         rows.set(key, ranks.own(whole.rows.get(key), number))
             out, found = self._outputs(whole, scores, reward, parts)
+            if rejects:
+                out["valid"] = whole.valid
             for name, value in out.items():
                 if ranks is not None:
                     value = ranks.own(value, number)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.waiting import PATIENCE
+from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.functional.time.episodes import index_episodes
 from torchrl_mt.objectives.rewards.mix import RewardMix
 from torchrl_mt.objectives.rows.reading import read_episode
@@ -94,6 +95,138 @@ def test_the_recipe_is_the_plain_weighted_sum(rows, seed):
         assert metrics[f"{prefix}/count"] == len(values)
         assert metrics[f"{prefix}/mean"] == pytest.approx(float(values.mean()), abs=1e-4)
         assert metrics[f"{prefix}/std"] == pytest.approx(float(values.std(correction=0)), abs=1e-4)
+
+
+def outcomes(batch):
+    """Each episode's last sampled token, by episode; and which rows hold one."""
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    return index_episodes(mask, turns, read_episode(batch))
+
+
+def skipping(source, skips, name):
+    """The source, but ``None`` where ``skips`` (of the row's tokens) says so."""
+
+    def ask(rows):
+        answer, skipped = source(rows).tolist(), skips(rows["tokens", "full"].sum(-1)).tolist()
+        return [None if skip else number for number, skip in zip(answer, skipped, strict=True)]
+
+    ask.name = name
+    return ask
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sources_that_do_not_apply_leave_their_weight_to_others(rows, seed):
+    """Scores of episodes, with ``None`` for some, against the formula in plain numbers."""
+    batch = rows(seed, n=15)
+    parts = [
+        (skipping(by_length, lambda x: x % 2 == 0, "even"), 2.0, lambda x: x % 2 == 0),
+        (skipping(by_length, lambda x: x % 3 == 0, "third"), -0.5, lambda x: x % 3 == 0),
+        (skipping(by_length, lambda x: x < 0, "watched"), 0.0, lambda x: x < 0),
+    ]
+    reward, metrics = mixed([part[:2] for part in parts], batch)
+    kept = {part[0].name: 0 for part in parts}
+    episodes = outcomes(batch)
+    unscored = 0
+    for last in episodes.last_token.tolist():
+        if last < 0:
+            continue
+        row = last // reward.shape[1]
+        tokens, length = int(batch["tokens", "full"][row].sum()), float(by_length(batch)[row])
+        here = [part for part in parts if not part[2](tokens)]
+        for source, _, _ in here:
+            kept[source.name] += 1
+        weight = sum(abs(weight) for _, weight, _ in here)
+        same = episodes.of_row == episodes.of_row[row]
+        if not weight:
+            unscored += 1
+            assert reward[same].isnan().all()
+            continue
+        expected = 2.5 / weight * sum(weight for _, weight, _ in here) * length
+        assert reward[same].sum() == pytest.approx(expected)
+        assert reward[same].flatten().nonzero().numel() == 1
+    for name, count in kept.items():
+        assert metrics[f"reward/default/{name}/count"] == count
+    sampled = int((episodes.last_token >= 0).sum())
+    assert metrics["reward/default/count"] == sampled - unscored
+
+
+def test_a_reward_per_token_may_be_none_for_an_episode(rows):
+    batch = rows(n=3)  # Rows 0 and 1 are one episode.
+
+    def ask(rows):
+        return [None, *rows["tokens", "full"][1:].float().tolist()]
+
+    reward, _ = mixed([(ask, 1.0), ("episode", 3.0)], batch)
+    own, _ = mixed("episode", batch)
+    torch.testing.assert_close(reward[:2], 4.0 * own[:2])
+    asked, _ = mixed(lambda rows: rows["tokens", "full"].float(), batch)
+    torch.testing.assert_close(reward[2], asked[2] + 3.0 * own[2])
+
+
+def test_weights_of_zero_reject_nothing(rows):
+    reward, _ = mixed([(lambda rows: [None] * len(rows), 0.0), (by_length, 0.0)], rows())
+    assert not reward.any()
+
+
+def test_only_the_score_of_the_last_row_is_read(rows):
+    batch = rows(n=3)
+    reward, _ = mixed(lambda rows: [None, 2.0, 3.0], batch)
+    assert reward.sum(-1).tolist() == [0.0, 2.0, 3.0]
+
+
+def without_some(rows):
+    score = rows["tokens", "full"].sum(-1)
+    return [None if each % 3 == 0 else each / 9 for each in score.tolist()]
+
+
+@pytest.mark.parametrize("process", [(), [lambda rows: rows[rows["episode"] > 0]]])
+def test_the_maker_rejects_episodes_without_a_reward(rows, model, process):
+    def batch(seed=1):
+        out = rows(seed, n=12)
+        out["label"] = [str(int(e) % 2) for e in out["episode"]]
+        return out
+
+    options = {"advantage": "grpo", "process": process}
+    recipe = {"0": [(without_some, 1.0)], "1": [(by_length, 0.1)]}
+    maker = ExperienceMaker(model, reward=recipe, **options)
+    out = maker(batch())
+    unscored = mixed(recipe, batch())[0].isnan().any(-1)
+    assert 0 < int(unscored.sum()) < len(unscored)
+    given = batch()
+    given["valid"] = ~unscored
+    plain = {"0": [(lambda rows: rows["tokens", "full"].sum(-1) / 9, 1.0)], "1": recipe["1"]}
+    reference = ExperienceMaker(model, reward=plain, **options)
+    expected = reference(given)
+    for key in (*maker.out_keys, "valid"):
+        torch.testing.assert_close(out[key], expected[key])
+    told = {k: v for k, v in maker.metrics.items() if not k.startswith("reward/0/")}
+    assert told == {k: v for k, v in reference.metrics.items() if not k.startswith("reward/0/")}
+
+
+def test_rows_are_left_alone_if_a_maker_that_rejected_some_fails(rows, model):
+    def fails(reward, mask):
+        raise RuntimeError("no transform")
+
+    batch = rows(1, n=12)
+    keys = set(batch.keys(True))
+    mix = RewardMix(without_some, transform=fails)
+    with pytest.raises(RuntimeError, match="no transform"):
+        ExperienceMaker(model, reward=mix, advantage="batch")(batch)
+    assert set(batch.keys(True)) == keys
+    given = batch.clone()
+    dropped = ExperienceMaker(
+        model, reward=without_some, advantage="batch", process=lambda rows: rows[:9]
+    )(given)
+    assert not dropped["valid"].all()
+    assert set(given.keys(True)) == keys
+
+
+def test_all_episodes_may_be_rejected(rows, model):
+    maker = ExperienceMaker(model, reward=lambda rows: [None] * len(rows), advantage="batch")
+    out = maker(rows())
+    assert not out["valid"].any()
+    assert not out["advantage"].any()
+    assert maker.metrics["reward/default/count"] == 0
 
 
 def test_rows_may_come_in_any_order(rows):

@@ -126,7 +126,6 @@ def test_what_may_pass_is_tried_again(server, remote, rows, fault):
         (success({"rewards": [1.0] * 5}), "6 queries were sent and 5 rewards came back"),
         (success({"rewards": [1.0] * 7}), "6 queries were sent and 7 rewards came back"),
         (success({"rewards": []}), "6 queries were sent and 0 rewards"),
-        (success({"rewards": [1.0] * 5 + [None]}), "reward 5 must be a number, got None"),
         (success({"rewards": ["1"] * 6}), "reward 0 must be a number, got '1'"),
         (success({"rewards": [True] * 6}), "reward 0 must be a number, got True"),
         (success({"rewards": [float("nan")] * 6}), "reward 0 must be a finite number, got nan"),
@@ -164,10 +163,31 @@ def test_nobody_there(tokenizer, rows):
     assert url in str(caught.value)
 
 
-def test_one_failing_batch_fails_all(server, remote, rows):
+@pytest.mark.parametrize("reply", [{"rewards": [1.0, None, 2, None, 0, 5]}])
+def test_null_is_no_reward(server, remote, rows, reply):
+    server.faults = [success(reply)]
+    assert ask(remote(), rows()) == reply["rewards"]
+
+
+def test_the_rows_of_a_failed_request_have_no_reward(server, remote, rows, caplog):
+    expected = ask(remote(batch_size=1), rows())
     server.faults = [status(404)]
+    found = ask(remote(batch_size=1, max_concurrency=2), rows())
+    assert found.count(None) == 1
+    assert all(one in (None, other) for one, other in zip(found, expected, strict=True))
+    assert "1 of 6 requests failed, and their rows have no reward" in caplog.text
+    assert "404" in caplog.text
+
+
+def test_a_server_that_fails_altogether_is_an_error(server, remote, rows):
+    server.faults = [status(404)] * 6
     with pytest.raises(RewardError, match="404"):
-        ask(remote(batch_size=1), rows())
+        ask(remote(batch_size=1, max_concurrency=2), rows())
+    # Once it has failed twice, further requests are not waited for.
+    assert len(server.seen) < 6
+    server.faults = [status(404)] * 3
+    with pytest.raises(RewardError, match="404"):
+        ask(remote(batch_size=2), rows())
 
 
 def test_the_maker_asks_and_leaves_the_rows_alone_when_it_fails(server, remote, rows, model):

@@ -1,4 +1,4 @@
-"""Functions of text as rewards: texts, columns and messages arrive, rewards land on their turns."""
+"""Functions of text as rewards: texts, tokens and columns arrive, rewards land on their turns."""
 
 import asyncio
 import random
@@ -76,6 +76,7 @@ def test_texts_and_columns_arrive():
     assert seen == {
         "prompts": ["5 6", "5 2"],
         "completions": ["7 8 9", "8 9"],
+        "completion_ids": [[7, 0, 8, 9, 1], [8, 9]],
         "messages": None,
         "reference": ["a", "b"],
         "level": [1, 2],
@@ -163,7 +164,7 @@ def test_numbers_may_come_in_any_form(answer):
         ("ab", TypeError, "a list of numbers, one per episode, got str"),
         ([1.0], ValueError, "each of the 2 episodes, got 1"),
         ([[1.0], 2.0], ValueError, "got 1 for episode 0 of the given ones, which has 2 turns"),
-        ([None, 1.0], TypeError, "numbers, got None for episode 0"),
+        ([[None, 1.0], 1.0], TypeError, "numbers, got None for episode 0"),
         (["1", 1.0], TypeError, "got '1' for episode 0"),
         ([float("nan"), 1.0], ValueError, "finite numbers"),
     ],
@@ -179,8 +180,134 @@ def test_bad_arguments_are_named():
         TextReward(3, Numbers())
     with pytest.raises(TypeError, match="tokenizer must have a method decode"):
         TextReward(print, None)
-    with pytest.raises(ValueError, match=r"\['prompts'\] are its texts"):
-        mixed(TextReward(lambda **texts: [0], Numbers()), rows_of([ONE], prompts=["a"]))
+    for name in ("prompts", "completion_ids"):
+        with pytest.raises(ValueError, match=rf"\['{name}'\] are its texts"):
+            mixed(TextReward(lambda **texts: [0], Numbers()), rows_of([ONE], **{name: ["a"]}))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_does_not_apply_where_it_returns_none(is_async):
+    def fn(completions):
+        return [1.0, None, [2.0, 3.0]]
+
+    async def later(completions):
+        return fn(completions)
+
+    rows = rows_of([ONE, FORKED, ONE])
+    reward = mixed(TextReward(later if is_async else fn, Numbers()), rows)
+    assert rows["episode"].tolist() == [0, 1, 1, 2]
+    assert reward[1:3].isnan().all()
+    assert reward[0].nonzero().tolist() == [[6]]
+    assert reward[3, [2, 6]].tolist() == [2.0, 3.0]
+    none = mixed([(TextReward(lambda prompts: [None] * 3, Numbers()), 1.0), (lengths, 1.0)], rows)
+    torch.testing.assert_close(none, 2 * mixed(lengths, rows))
+
+
+def lengths(rows):
+    return rows["masks", "all_attention_mask"].sum(-1).float()
+
+
+def test_columns_of_carried_items_arrive():
+    items = [{"answer": 3, "text": "a", "messages": "m"}, {"answer": 4, 5: 6}, None]
+    batch = turns_of([ONE, FORKED, ONE])
+    batch["data"] = NonTensorStack(*(items[int(e)] for e in batch["collector", "traj_ids"]))
+    batch["answer"] = torch.arange(len(batch))
+    seen = {}
+
+    def fn(answer, text, messages, data):
+        seen.update(answer=answer, text=text, messages=messages, data=data)
+        return [0.0] * 3
+
+    source = TextReward(fn, Numbers())
+    mixed(source, MergeTurns(carry=("data",))(batch))
+    assert seen == {
+        "answer": [3, 4, None],
+        "text": ["a", None, None],
+        "messages": ["m", None, None],
+        "data": items,
+    }
+    mixed(source, MergeTurns(carry=("data", "answer"))(batch))
+    assert seen["answer"] == [1, 4, 6]  # What was carried by name comes first.
+    with pytest.raises(KeyError, match=r"all of them with carry=\('data',\)"):
+        mixed(source, MergeTurns()(batch))
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+def test_messages_are_split_at_the_first_response():
+    opening = [say("system", "s"), say("user", "2"), say("assistant", "4"), say("user", "3")]
+    one, two = [*opening, say("assistant", "9")], [say("user", "?"), say("assistant", "8")]
+    batch = turns_of([ONE, FORKED[:1]])
+    last = [say("user", "hi"), say("assistant", "ho"), say("user", "end")]
+    batch["text"] = NonTensorStack(one, two, last)
+    rows = MergeTurns(carry=("text",))(batch)
+    seen = {}
+
+    def fn(prompts, completions, **others):
+        seen.update(others, prompts=prompts, completions=completions)
+        return [0.0, 0.0]
+
+    mixed(TextReward(fn, Numbers(), conversational=True), rows)
+    assert seen["prompts"] == [opening, last[:1]]
+    assert seen["completions"] == [[one[-1], *two], last[1:]]
+    assert seen["messages"] == [[*one, *two], last]
+    assert seen["completion_ids"] == [[7, 0, 8, 9, 1], [6]]
+    source = TextReward(fn, Numbers(), conversational=True, name="judge")
+    with pytest.raises(KeyError, match=r"'judge' is conversational, .*carry=\('text', \.\.\.\)"):
+        mixed(source, rows_of([ONE]))
+    batch["text"] = NonTensorStack(one[:1], two, last)
+    with pytest.raises(ValueError, match=r"'text' must have a message .* got 1 for 2 turns"):
+        mixed(source, MergeTurns(carry=("text",))(batch))
+
+
+def boxed_reward(completions, solution, log_extra=None, **kwargs):
+    """In the calling convention of TRL's ``accuracy_reward``."""
+    said = [completion[0]["content"] for completion in completions]
+    return [
+        None if gold is None else float(f"\\boxed{{{gold}}}" in text)
+        for text, gold in zip(said, solution, strict=True)
+    ]
+
+
+def conversation_rows(*contents, **items):
+    """Rows of episodes with one turn each, whose responses have ``content`` and 5 tokens."""
+    batch = turns_of([[([5, 6], [7, 8, 8, 8, 9])]] * len(contents))
+    batch["text"] = NonTensorStack(*([say("user", "?"), say("assistant", c)] for c in contents))
+    columns = [
+        dict(zip(items, values, strict=True)) for values in zip(*items.values(), strict=True)
+    ]
+    batch["data"] = NonTensorStack(*columns) if columns else NonTensorStack(*[{}] * len(contents))
+    return MergeTurns(carry=("text", "data"))(batch)
+
+
+def test_functions_of_trls_convention_run_unchanged():
+    rows = conversation_rows(r"is \boxed{1}", r"is \boxed{1}", "no", solution=["1", "2", None])
+    source = TextReward(boxed_reward, Numbers(), conversational=True)
+    assert mixed(source, rows).nansum(-1).tolist() == [1.0, 0.0, 0.0]
+    assert mixed(source, rows).isnan().any(-1).tolist() == [False, False, True]
+
+
+def test_trls_own_functions_run_unchanged():
+    trl = pytest.importorskip("trl.rewards")
+    rows = conversation_rows("<think>so</think>7", "7", solution=["1", "2"])
+
+    def score(fn):
+        return mixed(TextReward(fn, Numbers(), conversational=True), rows).sum(-1).tolist()
+
+    assert score(trl.think_format_reward) == [1.0, 0.0]
+    assert score(trl.get_soft_overlong_punishment(6, 4)) == [-0.75, -0.75]
+    assert score(trl.get_repetition_penalty_reward(ngram_size=1)) == pytest.approx([-0.4, -0.4])
+
+
+def test_trls_accuracy_runs_unchanged():
+    trl = pytest.importorskip("trl.rewards")
+    pytest.importorskip("math_verify")
+    rows = conversation_rows(r"$\boxed{1}$", r"$\boxed{1}$", "1", solution=["$1$", "$2$", "??"])
+    source = TextReward(trl.accuracy_reward, Numbers(), conversational=True)
+    assert mixed(source, rows).nansum(-1).tolist() == [1.0, 0.0, 0.0]
+    assert mixed(source, rows).isnan().any(-1).tolist() == [False, False, True]
 
 
 class Twice(TextEnv):
@@ -221,3 +348,13 @@ def test_a_collectors_episodes():
         said,
         {"role": "user", "content": "one"},
     ]
+
+    def in_messages(prompts, completions, word):
+        assert [[each["content"] for each in prompt] for prompt in prompts] == [[w] for w in word]
+        assert completions == [dialogue[1:] for dialogue in seen["messages"]]
+        return [float(completion[0]["content"] == "three") for completion in completions]
+
+    rows = MergeTurns(carry=("data", "text"))(batch)
+    source = TextReward(in_messages, tokenizer, conversational=True)
+    made = ExperienceMaker(model, reward=source, advantage="batch")(rows)
+    assert made["rewards", "shaped"].sum(-1).tolist() == [1.0, 1.0]

@@ -26,7 +26,8 @@ def gdpo_advantage(
         sum  = sum over k of weight[k] * (returns[k] - mean[k]) / (std[k] + eps)
         A    = (sum - mean) / (std + eps)
 
-    Rewards that are equal in a group, and episodes alone in theirs, add 0 to the sum.
+    Rewards that are equal in a group, and episodes alone in theirs, add 0 to the sum. An episode in
+    which a reward has weight 0 does not enter this reward's statistics.
 
     Args:
         returns: ``[K, N, S]`` floating: each turn's return-to-go of each reward, without its weight.
@@ -49,8 +50,9 @@ def gdpo_advantage(
     """
     check_shape("returns", returns, torch.Size((len(returns), *mask.shape)))
     check_shape("weight", weight, returns.shape[:2])
-    where = mask, turns, episode
     total = torch.zeros_like(mask, dtype=torch.float32)
-    for own, factor in zip(returns, weight, strict=True):
-        total += factor.unsqueeze(-1) * outcome_advantage(own, *where, group, "grpo", eps=eps)
-    return outcome_advantage(total, *where, torch.zeros_like(group), "batch", eps=eps)
+    for own, factor in zip(returns, weight.unsqueeze(-1), strict=True):
+        counted = mask & (factor != 0)
+        total += factor * outcome_advantage(own, counted, turns, episode, group, "grpo", eps=eps)
+    group = torch.zeros_like(group)
+    return outcome_advantage(total, mask, turns, episode, group, "batch", eps=eps)

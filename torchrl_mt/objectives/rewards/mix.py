@@ -1,7 +1,7 @@
 """Rewards of training rows: weighted sums of sources, chosen by each episode's label.
 
 An episode's score counts once, on its last sampled token, however many rows it has. The order of the
-rows changes nothing.
+rows changes nothing. A source that does not apply to an episode leaves its weight to those that do.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ class RewardMix(nn.Module):
 
     Each source is called once, with copies of the rows whose labels give it a weight.
 
+    A source may return ``None`` for rows: it does not apply to their episode. The episode's reward is
+    then the weighted sum of the sources that apply, times the sum of all (absolute) weights of its
+    recipe over theirs.
+
     Args:
         recipe: One source; ``(source, weight)`` pairs; or a mapping from label to such pairs, in which
-            ``"default"`` is for rows without a label (:doc:`/learning`).
+            ``"default"`` is for rows without a label (:doc:`/rewards`).
         transform: Applied to the sum by :meth:`transformed`; nothing by default.
         passes: How rows are cut into forward passes of reward models.
 
@@ -153,9 +157,10 @@ class RewardMix(nn.Module):
             keys: Keys of the episodes' own rewards and of the labels (non-tensor) in ``rows``.
 
         Returns:
-            The reward, ``[N, S]`` float32, zero on masked tokens; and metrics of the episodes' scores,
-            which are sums over tokens: ``"reward/<label>/<source>/mean"``, ``"std"`` and ``"count"``
-            unweighted, and ``"reward/<label>/mean"`` and so on of the weighted sum.
+            The reward, ``[N, S]`` float32, zero on masked tokens, and NaN on all rows of an episode to
+            which no source with a weight applies; and metrics of the other episodes' scores, which are
+            sums over tokens: ``"reward/<label>/<source>/mean"``, ``"std"`` and ``"count"`` unweighted,
+            and ``"reward/<label>/mean"`` and so on of the weighted sum.
 
         Raises:
             KeyError: If labels or the episodes' own rewards are missing.
@@ -191,6 +196,7 @@ class RewardMix(nn.Module):
             if label in labels
         }
         scored: dict[int, Tensor] = {}
+        applies: dict[int, Tensor] = {}
         places: dict[int, Tensor] = {}
         for i, source in enumerate(self.sources):
             asking = [here for label, here in of_label.items() if i in self.weights[label]]
@@ -214,7 +220,7 @@ class RewardMix(nn.Module):
             for i, place in places.items()
         ]
         for (i, place), answer in zip(places.items(), ask(calls), strict=True):
-            scored[i] = _place(self.names[i], answer.to(device), place, episodes, shown)
+            scored[i], applies[i] = _place(self.names[i], answer.to(device), place, episodes, shown)
         nothing = torch.zeros(episodes.mask.shape, device=device)
         parts = {f"score/{i}": scored.get(i, nothing) for i in range(len(self.sources))}
         for i in range(len(self.sources)):
@@ -222,13 +228,22 @@ class RewardMix(nn.Module):
                 (here * self.weights[label].get(i, 0.0) for label, here in of_label.items()),
                 nothing[:, 0],
             )
+            if i in applies:
+                weight = weight * applies[i][episodes.of_row]
             parts[f"weight/{i}"] = weight.unsqueeze(-1).expand_as(nothing)
-        return *self._sum(scored, of_label, episodes), parts
+        return *self._sum(scored, applies, of_label, episodes), parts
 
     def _sum(
-        self, scored: Mapping[int, Tensor], of_label: Mapping[str, Tensor], episodes: EpisodeIndex
+        self,
+        scored: Mapping[int, Tensor],
+        applies: Mapping[int, Tensor],
+        of_label: Mapping[str, Tensor],
+        episodes: EpisodeIndex,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Add up the sources' rewards ``[N, S]`` over each label's rows ``[N]`` bool, with metrics."""
+        """Add up the sources' rewards ``[N, S]`` over each label's rows ``[N]`` bool, with metrics.
+
+        ``applies`` ``[E]`` bool tells to which episodes a source does, by default to all.
+        """
         total = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
         metrics: dict[str, float] = {}
         sampled = episodes.last_token >= 0
@@ -236,12 +251,21 @@ class RewardMix(nn.Module):
             here = torch.zeros_like(sampled)
             here[episodes.of_row[rows]] = True
             here &= sampled
-            for i, weight in self.weights[label].items():
+            weights = self.weights[label]
+            counted = torch.zeros_like(sampled, dtype=torch.float64)
+            for i, weight in weights.items():
+                counts = applies.get(i, torch.ones_like(sampled))
+                counted += abs(weight) * counts
                 if i in scored:
                     total += torch.where(rows.unsqueeze(-1), weight * scored[i], 0.0)
-                    score = episodes.total(scored[i].double())[here]
+                    score = episodes.total(scored[i].double())[here & counts]
                     metrics |= summary(f"reward/{label}/{self.names[i]}", score)
-            self._check_sum(label, total[rows])
+            whole = sum(map(abs, weights.values()))
+            # Where every source applies, the sums are of the same terms in the same order: exactly 1.
+            scale = torch.where(counted > 0, whole / counted, torch.nan if whole else 1.0)
+            total *= torch.where(rows, scale[episodes.of_row], 1.0).float().unsqueeze(-1)
+            here &= ~scale.isnan()
+            self._check_sum(label, total[rows & ~scale[episodes.of_row].isnan()])
             metrics |= summary(f"reward/{label}", episodes.total(total.double())[here])
         return total, metrics
 
@@ -368,8 +392,12 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
 
 def _place(
     name: str, answer: Tensor, place: Tensor, episodes: EpisodeIndex, rows: TensorDictBase
-) -> Tensor:
-    """Spread a source's result about some rows over the tokens of all rows."""
+) -> tuple[Tensor, Tensor]:
+    """Spread a source's result about some rows over the tokens of all rows.
+
+    Return the rewards ``[N, S]``, and to which episodes the source applies, ``[E]`` bool: those without
+    a NaN that is read.
+    """
     out = torch.zeros(episodes.mask.shape, device=answer.device)
     if answer.ndim == 2:
         if answer.shape[1] != out.shape[1]:
@@ -379,14 +407,23 @@ def _place(
                 f"{[len(answer), out.shape[1]]}, got shape {tuple(answer.shape)}."
             )
         out[place] = answer
-        return _on_sampled(out, episodes, rows)
+        applies = _whole(out, episodes)
+        out = torch.where(applies[episodes.of_row].unsqueeze(-1), out, 0.0)
+        return _on_sampled(out, episodes, rows), applies
     score = torch.zeros(len(out), device=answer.device)
     asked = torch.zeros(len(out), dtype=torch.bool, device=answer.device)
     score[place], asked[place] = answer, True
     last = episodes.last_token[episodes.last_token >= 0]
     row = last // max(1, out.shape[1])
     out.view(-1)[last] = torch.where(asked[row], score[row], 0.0)
-    return out
+    return out.nan_to_num(), _whole(out, episodes)
+
+
+def _whole(reward: Tensor, episodes: EpisodeIndex) -> Tensor:
+    """Tell which episodes have no NaN among their rewards ``[N, S]``: ``[E]`` bool."""
+    whole = torch.ones_like(episodes.last_token, dtype=torch.bool)
+    whole[episodes.of_row[reward.isnan().any(-1).to(whole.device)]] = False
+    return whole
 
 
 def _by_label(recipe: Recipe) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Rewards from an HTTP server: the server's finite number for every row, or an error.
+"""Rewards from an HTTP server: the server's finite number for every row, ``None``, or an error.
 
 There is no default reward. The error names the address, the number of attempts and the last reply.
 """
@@ -6,6 +6,7 @@ There is no default reward. The error names the address, the number of attempts 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +23,8 @@ from torchrl_mt.objectives.rewards.text import Decoder, prompt_mask, texts_of
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
 from torchrl_mt.vision.rows import RAW
+
+_logger = logging.getLogger("torchrl_mt")
 
 REFERENCE = "reference"
 _QUOTED = 200
@@ -54,14 +57,17 @@ class RemoteReward:
     """Reward source that asks an HTTP server for the scores of rows.
 
     It posts ``{"queries": [...], "prompts": [...]}``, with ``"references"`` and ``"images"`` where the
-    rows have them, and expects ``{"rewards": [...]}``, one finite number per query. A query is the text
+    rows have them, and expects ``{"rewards": [...]}``, one finite number per query, or null where it has
+    no reward (:class:`~torchrl_mt.objectives.RewardMix`). A query is the text
     of a whole row; its prompt is the part before the row's first sampled token; its images are a list of
     ``data:`` URIs in the order of the text. Pass it as ``reward`` to
     :class:`~torchrl_mt.objectives.ExperienceMaker`.
 
     Connection errors, timeouts and the statuses 408, 425, 429 and 5xx are retried after a wait that
-    doubles each time and is at least ``Retry-After``, if that is at most ``timeout``. A request that
-    fails for good raises :class:`RewardError` and leaves the maker's rows unchanged.
+    doubles each time and is at least ``Retry-After``, if that is at most ``timeout``. The rows of a
+    request that fails for good have no reward, and a warning is logged. If all requests fail, or the
+    first ``max_concurrency`` of them, :class:`RewardError` is raised and leaves the maker's rows
+    unchanged.
 
     Args:
         url: The address to post to.
@@ -120,6 +126,7 @@ class RemoteReward:
         self.tokenizer = tokenizer
         self.name = url if name is None else name
         self.batch_size = batch_size
+        self.max_concurrency = max_concurrency
         self.reference_key = reference_key
         self.images = images
         self.skip_special_tokens = skip_special_tokens
@@ -140,24 +147,44 @@ class RemoteReward:
         vars(self).update(state)
         self._client = self._connect(self.url)
 
-    async def __call__(self, rows: TensorDictBase) -> list[float]:
+    async def __call__(self, rows: TensorDictBase) -> list[float | None]:
         """Ask the server for the scores of rows.
 
         Args:
             rows: Rows ``[n]`` with tokens and both masks, and optionally references.
 
         Returns:
-            ``n`` finite numbers.
+            ``n`` finite numbers, or ``None`` for rows without a reward.
 
         Raises:
             KeyError: If rows lack an entry.
-            RewardError: If the server refuses, does not answer, or answers in another format.
+            RewardError: If the server refuses all requests, does not answer, or answers in another
+                format.
         """
         bodies = self._bodies(rows)
-        parts = await wait_all(
-            self._client.post(body, partial(_rewards, count=len(body["queries"])))
-            for body in bodies
-        )
+        failures: list[RewardError] = []
+        answers: list[list[float | None]] = []
+
+        async def ask(body: dict[str, list[Any]]) -> list[float | None]:
+            count = len(body["queries"])
+            try:
+                answers.append(await self._client.post(body, partial(_rewards, count=count)))
+            except RewardError as error:
+                failures.append(error)
+                # Later requests would only wait in vain.
+                if not answers and len(failures) >= min(len(bodies), self.max_concurrency):
+                    raise
+                return [None] * count
+            return answers[-1]
+
+        parts = await wait_all(map(ask, bodies))
+        if failures:
+            _logger.warning(
+                "%d of %d requests failed, and their rows have no reward from this source: %s",
+                len(failures),
+                len(bodies),
+                failures[-1],
+            )
         return [reward for part in parts for reward in part]
 
     def _bodies(self, rows: TensorDictBase) -> list[dict[str, list[Any]]]:
@@ -189,7 +216,7 @@ class RemoteReward:
         return bodies
 
 
-def _rewards(answer: Any, count: int) -> list[float]:
+def _rewards(answer: Any, count: int) -> list[float | None]:
     """Read and check the rewards in a reply."""
 
     def fail(what: str) -> ValueError:
@@ -201,9 +228,11 @@ def _rewards(answer: Any, count: int) -> list[float]:
     if len(rewards) != count:
         raise fail(f"{count} queries were sent and {len(rewards)} rewards came back")
     for i, reward in enumerate(rewards):
+        if reward is None:
+            continue
         if isinstance(reward, bool) or not isinstance(reward, (int, float)):
             raise fail(f"reward {i} must be a number, got {reward!r}")
         # Also refuses numbers too large for float32.
         if not abs(reward) < 3.4e38 or not math.isfinite(reward):
             raise fail(f"reward {i} must be a finite number, got {reward!r}")
-    return [float(reward) for reward in rewards]
+    return [None if reward is None else float(reward) for reward in rewards]

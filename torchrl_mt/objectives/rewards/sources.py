@@ -1,7 +1,8 @@
 """Calls of reward sources: awaitables are awaited together, and invalid results are errors.
 
 A source is a callable from ``n`` rows to ``[n]`` (the score of each row's episode) or ``[n, S]`` (a
-reward per token), or to an awaitable of either.
+reward per token), or to an awaitable of either. In a list, ``None`` may take the place of a row's
+reward, if the source does not apply to its episode.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import as_tensor
 
-Scores = Tensor | Sequence[float]
+Scores = Tensor | Sequence[float | None] | Sequence[list[float] | None]
 """Result of a source."""
 
 RewardSource = Callable[[TensorDictBase], Scores | Awaitable[Scores]]
@@ -31,6 +33,7 @@ _T = TypeVar("_T")
 def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
     """Call sources, ``(name, source, rows)`` each, and return ``[n]`` or ``[n, S]`` float32.
 
+    It is NaN on the rows for which a source returned ``None``.
     Awaitables are awaited together on an event loop of their own, even if another loop is running;
     if one fails, the others are cancelled. Results that are not finite numbers of the right shape are
     refused.
@@ -84,8 +87,13 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
-    """Convert a result to ``[n]`` or ``[n, S]`` float32."""
+    """Convert a result to ``[n]`` or ``[n, S]`` float32, NaN for ``None``."""
     asked = f"reward source {name!r} must return"
+    skipped: list[int] = []
+    if isinstance(answer, (list, tuple)):
+        skipped = [i for i, each in enumerate(answer) if each is None]
+        blank = next((each for each in answer if each is not None), 0.0)
+        answer = [blank if each is None else each for each in answer]
     reward = as_tensor(f"the result of reward source {name!r}", answer).float()
     n = len(rows)
     if reward.ndim not in (1, 2) or reward.shape[0] != n:
@@ -99,4 +107,6 @@ def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
         raise ValueError(
             f"{asked} finite numbers, got {float(reward[at])} for row {at[0]} of the given rows."
         )
+    if skipped:
+        reward[skipped] = torch.nan
     return reward

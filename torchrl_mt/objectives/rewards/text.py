@@ -18,6 +18,7 @@ from tensordict.utils import is_non_tensor
 from torch import Tensor
 
 from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.rewards.sources import Scores
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_episode, read_objects
 from torchrl_mt.vision.rows import RAW
@@ -26,9 +27,12 @@ __all__ = ["Decoder", "TextReward", "prompt_mask", "texts_of"]
 
 DIALOGUE = "text"
 """Key of an episode's messages, as ``MergeTurns(carry=("text",))`` writes it."""
+ITEMS = "data"
+"""Key of the items, as ``MergeTurns(carry=("data",))`` writes it."""
 _OURS = {field.default for field in fields(ExperienceKeys)} - {ExperienceKeys.label}
 """Entries of rows that are no columns of the items."""
 _TEXTS = ("prompts", "completions")
+_TOKENS = "completion_ids"
 
 
 class Decoder(Protocol):
@@ -41,20 +45,25 @@ class Decoder(Protocol):
 class TextReward:
     """Reward source that calls a function of texts.
 
-    The function is called once for all episodes, as ``fn(prompts, completions, *, messages=...,
-    **columns)``; every argument is a list with one element per episode. It returns one number per
-    episode, which is the reward of its last sampled token, or one list per episode with a number for
-    each of its turns. It may be ``async``. Only what it has parameters for is passed; everything if it
-    takes ``**kwargs``.
+    The function is called once for all episodes, as ``fn(prompts=..., completions=...,
+    completion_ids=..., messages=..., **columns)``; every argument is a list with one element per
+    episode. It returns one number per episode, which is the reward of its last sampled token; or one
+    list per episode with a number for each of its turns; or ``None`` for an episode to which it does
+    not apply (:class:`~torchrl_mt.objectives.RewardMix`). It may be ``async``. Only what it has
+    parameters for is passed; everything if it takes ``**kwargs``.
 
     - ``prompts``, ``completions``: the text of each episode's last row before its first sampled token,
       and the rest of the row, the environment's messages included. (An episode has several rows if its
-      history was cut; the last one has what the model saw at the end.)
+      history was cut; the last one has what the model saw at the end.) If ``conversational``, lists of
+      messages instead: those of the whole episode before the model's first response, and the rest.
+    - ``completion_ids``: the token ids of the completions' texts, special tokens included.
     - ``messages``: the messages of the whole episode, if the rows have ``"text"``, as
       ``MergeTurns(carry=("text", ...))`` writes it; else ``None``.
     - ``images``: the images of each episode's last row, a tuple in the order of its text
       (:doc:`/images`).
-    - ``columns``: other entries of the items that ``carry`` brought to the rows, such as ``reference``.
+    - ``columns``: other entries of the items that ``carry`` brought to the rows, such as ``reference``;
+      all of them if it brought the items themselves, ``carry=("data", ...)``. Where an item lacks one,
+      it is ``None``.
 
     Args:
         fn: The function.
@@ -62,6 +71,8 @@ class TextReward:
         name: Its name in metrics and errors; that of the function by default.
         skip_special_tokens: Whether to leave special tokens out of the texts, the marks of roles and
             turns among them.
+        conversational: Whether ``prompts`` and ``completions`` are messages, as TRL gives them if its
+            data set is conversational. The rows must have ``"text"``.
 
     Raises:
         TypeError: If ``fn`` is not callable or ``tokenizer`` cannot decode.
@@ -88,6 +99,7 @@ class TextReward:
         *,
         name: str | None = None,
         skip_special_tokens: bool = True,
+        conversational: bool = False,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function of prompts and completions, got {fn!r}.")
@@ -97,15 +109,17 @@ class TextReward:
         self.tokenizer = tokenizer
         self.name = name or getattr(fn, "__name__", None) or type(fn).__name__
         self.skip_special_tokens = skip_special_tokens
+        self.conversational = conversational
 
-    def __call__(self, rows: TensorDictBase) -> Tensor | Awaitable[Tensor]:
+    def __call__(self, rows: TensorDictBase) -> Scores | Awaitable[Scores]:
         """Call the function for the rows' episodes.
 
         Args:
             rows: Rows ``[n]`` with tokens, both masks, turns and episodes; all rows of each episode.
 
         Returns:
-            ``[n, S]`` float32, or an awaitable of it if the function is ``async``.
+            ``[n, S]`` float32, or an awaitable of it if the function is ``async``. If it returned
+            ``None``, a list instead, with ``None`` for the rows of these episodes.
 
         Raises:
             KeyError: If rows lack an entry, or a column that the function requires.
@@ -120,22 +134,55 @@ class TextReward:
         tokens = read_entry(asked, ExperienceKeys.action)
         attended = read_entry(asked, ExperienceKeys.attention_mask)
         before = prompt_mask(asked)
-        texts = [
-            texts_of(self.tokenizer, tokens, part, skip_special_tokens=self.skip_special_tokens)
-            for part in (before, attended & ~before)
-        ]
-        answer = self.fn(**self._arguments(asked, dict(zip(_TEXTS, texts, strict=True))))
+        after = attended & ~before
+        texts: list[list[Any]]
+        if self.conversational:
+            texts = self._split_messages(
+                asked, _turn_count(episodes, turns)[episodes.last_token >= 0]
+            )
+        else:
+            texts = [
+                texts_of(self.tokenizer, tokens, part, skip_special_tokens=self.skip_special_tokens)
+                for part in (before, after)
+            ]
+        given = dict(zip(_TEXTS, texts, strict=True))
+        given[_TOKENS] = [row[kept].tolist() for row, kept in zip(tokens, after, strict=True)]
+        answer = self.fn(**self._arguments(asked, given))
         if inspect.isawaitable(answer):
             return self._when_answered(answer, episodes, turns)
         return self._place(answer, episodes, turns)
 
     async def _when_answered(
         self, answer: Awaitable[Any], episodes: EpisodeIndex, turns: Tensor
-    ) -> Tensor:
+    ) -> Scores:
         return self._place(await answer, episodes, turns)
 
+    def _split_messages(self, rows: TensorDictBase, turns: Tensor) -> list[list[Any]]:
+        """Each row's messages before its episode's first response, and the others.
+
+        The model said one message in each of ``turns`` ``[n]``: the last ones of its role, since those
+        of others come in the opening.
+        """
+        dialogues = read_objects(rows, DIALOGUE)
+        if dialogues is None:
+            raise KeyError(
+                f"reward source {self.name!r} is conversational, but the rows lack the entry "
+                f"{DIALOGUE!r}: bring the messages with MergeTurns(carry=({DIALOGUE!r}, ...))."
+            )
+        parts: list[list[Any]] = [[], []]
+        for dialogue, count in zip(dialogues, turns.tolist(), strict=True):
+            said = [i for i, each in enumerate(dialogue) if each["role"] == "assistant"]
+            if len(said) < count:
+                raise ValueError(
+                    f"reward source {self.name!r} is conversational, but {DIALOGUE!r} must have a "
+                    f"message of the assistant for each turn: got {len(said)} for {count} turns."
+                )
+            parts[0].append(dialogue[: said[-count]])
+            parts[1].append(dialogue[said[-count] :])
+        return parts
+
     def _arguments(
-        self, rows: TensorDictBase, texts: Mapping[str, list[str]]
+        self, rows: TensorDictBase, texts: Mapping[str, list[Any]]
     ) -> dict[str, list[Any] | None]:
         """The texts and columns that the function has parameters for."""
         columns: dict[str, list[Any] | None] = {
@@ -143,6 +190,10 @@ class TextReward:
             for key, value in rows.items()
             if key not in _OURS and (is_non_tensor(value) or not is_tensor_collection(value))
         }
+        dialogue = columns.pop(DIALOGUE, None)
+        items = [each if isinstance(each, Mapping) else {} for each in columns.get(ITEMS) or ()]
+        for key in set().union(*items):
+            columns.setdefault(key, [item.get(key) for item in items])
         if clash := columns.keys() & texts.keys():
             raise ValueError(
                 f"reward source {self.name!r}: {sorted(clash)} are its texts, but the rows carry "
@@ -151,7 +202,6 @@ class TextReward:
         images = read_objects(rows, RAW)
         if images is not None:
             columns["images"] = images
-        dialogue = columns.pop(DIALOGUE, None)
         if dialogue is not None or "messages" not in columns:
             columns["messages"] = dialogue
         columns |= texts
@@ -166,13 +216,13 @@ class TextReward:
         if missing:
             raise KeyError(
                 f"reward source {self.name!r} has the parameters {missing}, but gets "
-                f"{sorted(columns)}: bring columns of the items with MergeTurns(carry=(...)), or give "
-                "the parameters defaults."
+                f"{sorted(columns)}: bring columns of the items with MergeTurns(carry=(...)), all of "
+                f"them with carry=({ITEMS!r},), or give the parameters defaults."
             )
         return {name: value for name, value in columns.items() if name in parameters}
 
-    def _place(self, answer: Any, episodes: EpisodeIndex, turns: Tensor) -> Tensor:
-        """Put the function's rewards on the tokens of the rows: ``[n, S]`` float32."""
+    def _place(self, answer: Any, episodes: EpisodeIndex, turns: Tensor) -> Scores:
+        """Put the function's rewards on the tokens of the rows, as :meth:`__call__` returns them."""
         asked = (episodes.last_token >= 0).nonzero().squeeze(-1).tolist()
         what = f"reward source {self.name!r} must return"
         answer = _plain(answer)
@@ -188,7 +238,10 @@ class TextReward:
             )
         ends = _turn_ends(episodes, turns)
         out = torch.zeros(turns.numel(), dtype=torch.float64, device="cpu")
+        skipped = {episode for episode, given in zip(asked, answer, strict=True) if given is None}
         for place, (episode, given) in enumerate(zip(asked, answer, strict=True)):
+            if given is None:
+                continue
             given, at = _plain(given), ends[episode]
             if not isinstance(given, Sequence) or isinstance(given, str):
                 given, at = [given], [int(episodes.last_token[episode])]
@@ -204,7 +257,11 @@ class TextReward:
                         f"{what} numbers, got {reward!r} for episode {place} of the given ones."
                     )
                 out[position] += float(number)
-        return out.float().view(turns.shape).to(turns.device)
+        out = out.float().view(turns.shape)
+        if skipped:
+            rows = zip(episodes.of_row.tolist(), out.tolist(), strict=True)
+            return [None if episode in skipped else row for episode, row in rows]
+        return out.to(turns.device)
 
 
 def texts_of(
@@ -243,6 +300,12 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
 
 
+def _turn_count(episodes: EpisodeIndex, turns: Tensor) -> Tensor:
+    """Number of each episode's turns, ``[E]``."""
+    zeros = turns.new_zeros(len(episodes.last_token))
+    return zeros.scatter_reduce(0, episodes.of_row, turns.amax(-1) + 1, "amax")
+
+
 def _turn_ends(episodes: EpisodeIndex, turns: Tensor) -> list[list[int]]:
     """Index in the flattened rows of the token that gets each turn's reward, by episode.
 
@@ -250,9 +313,7 @@ def _turn_ends(episodes: EpisodeIndex, turns: Tensor) -> list[list[int]]:
     else the first one of the episode.
     """
     width = int(turns.max()) + 1
-    count = turns.new_zeros(len(episodes.last_token)).scatter_reduce(
-        0, episodes.of_row, turns.amax(-1) + 1, "amax"
-    )
+    count = _turn_count(episodes, turns)
     sampled = turns.flatten()[episodes.token]
     table = turns.new_full((len(count) * width,), -1)
     table = table.scatter_reduce(0, episodes.of_token * width + sampled, episodes.token, "amax")

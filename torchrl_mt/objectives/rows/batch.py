@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -132,6 +132,12 @@ class RowBatch:
             "the rewards' source is at fault; drop the episode or mark it as not valid.",
         )
         return torch.where(self.counted, returns, 0.0)
+
+    def reject(self, rejected: Tensor) -> RowBatch:
+        """Reject more rows, ``[N]`` bool, in a shallow copy of the rows."""
+        rows, valid = self.rows.copy(), self.valid & ~rejected
+        rows.set(self.keys.valid, valid)
+        return replace(self, rows=rows, valid=valid)
 
     def with_default_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
         """Copy the rows shallowly, with all entries under their default keys as well.

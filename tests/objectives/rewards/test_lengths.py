@@ -1,0 +1,61 @@
+"""Rewards of lengths: all rows of an episode count, wherever they lie, and no prompt does."""
+
+import pytest
+import torch
+from tensordict import NonTensorStack
+
+from torchrl_mt.objectives import ExperienceMaker, LengthPenalty, OverlongPenalty
+from torchrl_mt.objectives.rewards.lengths import episode_lengths
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_are_those_of_whole_episodes(rows, seed):
+    batch = rows(seed, n=12)[torch.randperm(12, generator=torch.Generator().manual_seed(seed))]
+    mask, episode = batch["masks", "all_assistant_mask"], batch["episode"].tolist()
+    found = episode_lengths(batch).tolist()
+    for row, length in enumerate(found):
+        same = [n for n, other in enumerate(episode) if other == episode[row]]
+        assert length == sum(int(mask[n].sum()) for n in same)
+
+
+@pytest.mark.parametrize(
+    ("source", "penalty"),
+    [
+        (OverlongPenalty(5, 3), lambda n: -min(1.0, max(0.0, (n - 2) / 3))),
+        (LengthPenalty(), lambda n: -n),
+        (LengthPenalty(4), lambda n: -abs(n - 4)),
+        (LengthPenalty("wanted"), lambda n: -abs(n - 3.5)),
+    ],
+    ids=["overlong", "each token", "target", "target of each item"],
+)
+def test_sources_of_a_mix(rows, model, source, penalty):
+    batch = rows(n=9)
+    batch["wanted"] = [3.5] * 9
+    maker = ExperienceMaker(model, reward=[("episode", 1.0), (source, 0.25)], advantage="batch")
+    lengths = episode_lengths(batch)
+    out = maker(batch)
+    for episode in batch["episode"].unique().tolist():
+        here = batch["episode"] == episode
+        length = int(lengths[here][0])
+        expected = float(batch["rewards", "full"][here].sum()) + 0.25 * penalty(length) * (
+            length > 0
+        )
+        assert float(out["rewards", "shaped"][here].sum()) == pytest.approx(expected, abs=1e-5)
+    assert f"reward/default/{source.name}/mean" in maker.metrics
+
+
+def test_bad_arguments_are_named(rows):
+    with pytest.raises(ValueError, match="buffer must be positive, got 0"):
+        OverlongPenalty(4, 0)
+    with pytest.raises(ValueError, match=r"buffer must be at most max_length \(4\), got 5"):
+        OverlongPenalty(4, 5)
+    with pytest.raises(ValueError, match="target must be at least 0, got -1"):
+        LengthPenalty(-1)
+    with pytest.raises(TypeError, match=r"target must be an integer or the key .* got 1.5"):
+        LengthPenalty(1.5)
+    with pytest.raises(KeyError, match=r"lack the entry 'wanted'; bring it with MergeTurns"):
+        LengthPenalty("wanted")(rows())
+    batch = rows()
+    batch["wanted"] = NonTensorStack(*["long"] * 6)
+    with pytest.raises(TypeError, match="the entry 'wanted' of rows must be a tensor or numbers"):
+        LengthPenalty("wanted")(batch)
