@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.objectives.conftest import make_model
 from tests.settings import grouped
-from torchrl_mt.objectives import Advantage, ExperienceMaker
+from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes, ValueModel
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
@@ -22,6 +23,7 @@ from torchrl_mt.objectives.functional import (
     turn_returns,
 )
 from torchrl_mt.objectives.functional.group import GroupKind
+from torchrl_mt.objectives.functional.time.episodes import index_episodes
 
 
 class Critic(nn.Module):
@@ -116,6 +118,47 @@ def test_the_critics_targets_may_have_a_decay_of_their_own(model, rows, kind):
     assert torch.equal(out["advantage"], same["advantage"])
     assert torch.equal(out["returns"], slower["returns"])
     assert not torch.equal(out["returns"], same["returns"])
+
+
+@pytest.mark.parametrize("kind", CRITIC_KINDS)
+@pytest.mark.parametrize("passes", [None, Passes(packed=True), Passes(packed="tree")], ids=str)
+def test_what_would_have_come_after_a_truncated_episode_counts(model, rows, kind, passes):
+    critic = ValueModel.from_model(make_model(1))
+    torch.nn.init.normal_(critic.head.weight)
+    options = {"gamma": 0.9, "critic": critic, "passes": passes}
+    decays = {"lmbda": 0.8, "turn_gamma": 0.7, "turn_lmbda": 0.6}
+    batch = rows(n=12, suffix_padding=False)
+    ids, of_row = batch["episode"].unique(return_inverse=True)
+    truncated = torch.arange(len(ids)) % 2 == 0
+    batch["next", "truncated"] = truncated[of_row].unsqueeze(-1)
+    expected = batch.clone()
+    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
+    index = index_episodes(mask, turns, batch["episode"])
+    changed = 0
+    for episode, last in enumerate(index.last_token.tolist()):
+        if truncated[episode] and last >= 0:
+            row, token = divmod(last, mask.shape[1])
+            text = batch["tokens", "full"][row][batch["masks", "all_attention_mask"][row]]
+            value = critic(text[None])[0, -1].detach()
+            expected["rewards", "full"][row, token] += value * (
+                0.7 if kind == "bilevel_gae" else 0.9
+            )
+            changed += 1
+    assert changed > 2
+    made = ExperienceMaker(model, advantage=Advantage(kind, bootstrap=True, **decays), **options)(
+        batch
+    )
+    plain = ExperienceMaker(model, advantage=Advantage(kind, **decays), **options)(expected)
+    for key in ("advantage", "returns", "values"):
+        torch.testing.assert_close(made[key], plain[key], atol=1e-5, rtol=1e-5)
+    del batch["next"]
+    with pytest.raises(KeyError, match="carry="):
+        ExperienceMaker(model, advantage=Advantage(kind, bootstrap=True), **options)(batch)
+
+
+def test_only_a_critic_knows_what_would_have_come():
+    with pytest.raises(ValueError, match="bootstrap=True needs a kind with a critic"):
+        Advantage("turn", bootstrap=True)
 
 
 def test_turns_are_compared_where_the_environment_said_the_same(model, rows):

@@ -88,6 +88,9 @@ class Advantage:
             advantage's. With 1, late rewards reach the critic undamped in long episodes (VC-PPO,
             https://arxiv.org/abs/2503.01491; VAPO, https://arxiv.org/abs/2504.05118). For both levels of
             ``"bilevel_gae"``.
+        bootstrap: Let the kinds with a critic count its value at the end of truncated episodes as what
+            would have come, discounted once; rows need ``("next", "truncated")``
+            (``MergeTurns(carry=(("next", "truncated"),))``). Else an episode's end is its end.
         turn_gamma: Discount per turn of ``"bilevel_gae"``, in [0, 1].
         turn_lmbda: Trace decay per turn of ``"bilevel_gae"``, in [0, 1].
         step_weight: Weight of the turns in ``"gigpo"``.
@@ -109,6 +112,7 @@ class Advantage:
     kind: AdvantageKind | Callable[[TensorDictBase], Tensor] = "turn"
     lmbda: float = 0.95
     critic_lmbda: float | None = None
+    bootstrap: bool = False
     turn_gamma: float = 1.0
     turn_lmbda: float = 0.95
     step_weight: float = 1.0
@@ -123,6 +127,10 @@ class Advantage:
             check_unit_interval(name, getattr(self, name))
         if self.critic_lmbda is not None:
             check_unit_interval("critic_lmbda", self.critic_lmbda)
+        if self.bootstrap and not self.needs_critic:
+            raise ValueError(
+                f"bootstrap=True needs a kind with a critic, {CRITIC_KINDS}, got {self.kind!r}."
+            )
         check_positive_integer("pass_k", self.pass_k)
         check_finite("step_weight", self.step_weight)
         check_finite("lone_value", self.lone_value)
@@ -156,6 +164,11 @@ class Credit:
     def discount(self) -> float:
         """``gamma``, 1 by default."""
         return 1.0 if self.gamma is None else self.gamma
+
+    @property
+    def end_discount(self) -> float:
+        """Discount of what comes after the last turn."""
+        return self.advantage.turn_gamma if self.advantage.kind == "bilevel_gae" else self.discount
 
     def check(self, batch: RowBatch) -> None:
         """Refuse batches of several episodes, each alone in its group, if groups are compared.

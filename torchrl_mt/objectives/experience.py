@@ -242,6 +242,7 @@ class ExperienceMaker(TensorDictModuleBase):
         sampler = self.old_log_probs == "sampler"
         read = ["action", "attention_mask", "assistant_mask", "turns", "episode"]
         read += ["sampler_log_prob"] * sampler + ["reward"] * self.reward.reads_own
+        read += ["truncated"] * self.advantage.bootstrap
         read += ["group"] * self.reads_group + ["entropy"] * self.reads_entropy
         read += ["label"] * self.reward.needs_label
         write = ["sample_log_prob"] + ["ref_log_probs", "kl"] * (self.ref is not None)
@@ -264,9 +265,10 @@ class ExperienceMaker(TensorDictModuleBase):
         """Write the outputs into the rows.
 
         ``"returns"`` is each turn's return-to-go over its whole episode, with ``gamma`` per turn; with a
-        ``"gae"`` kind it is the critic's target. Nothing is bootstrapped: a truncated episode counts
-        like a terminated one. ``process`` is applied after rewards and before advantages. An episode to
-        which no reward source applies (``None``) is rejected: its rows get a false ``"valid"``.
+        ``"gae"`` kind it is the critic's target. A truncated episode counts like a terminated one unless
+        ``Advantage(bootstrap=True)``. ``process`` is applied after rewards and before advantages. An
+        episode to which no reward source applies (``None``) is rejected: its rows get a false
+        ``"valid"``.
 
         No gradient flows. The models' modes are restored, and so is the random state unless other
         threads run.
@@ -452,8 +454,10 @@ class ExperienceMaker(TensorDictModuleBase):
                 "teacher_log_probs", said, batch.scored, MODEL_FAULT
             )
         if self.critic is not None:
-            value = self._values(self.critic, batch)
+            value, end = self._values(self.critic, batch)
             out["value"] = batch.finite_float("value", value, batch.counted, MODEL_FAULT)
+            if end is not None:
+                out["end_value"] = batch.finite_float("value", end, batch.counted, MODEL_FAULT)
         return out
 
     def _outputs(
@@ -476,6 +480,8 @@ class ExperienceMaker(TensorDictModuleBase):
             metrics |= summary("kl", out["kl"][batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
                 kl_reward = torch.where(batch.counted, -coefficient * out["kl"], 0.0)
+        if (end := out.pop("end_value", None)) is not None:
+            kl_reward = kl_reward + self.credit.end_discount * end
         if reward is not None and not self.own_reward:
             out["shaped_reward"] = reward
         if self.reads_group:
@@ -513,7 +519,28 @@ class ExperienceMaker(TensorDictModuleBase):
         with base_policy(self.actor):
             return self._score(self.actor, batch, passes)[0]
 
-    def _values(self, critic: nn.Module, batch: RowBatch) -> Tensor:
-        """Compute the values of the states in which tokens were sampled."""
+    def _values(self, critic: nn.Module, batch: RowBatch) -> tuple[Tensor, Tensor | None]:
+        """Compute the values of the states in which tokens were sampled, ``[N, S]``.
+
+        With ``bootstrap``, also those after truncated episodes, each on the episode's last token.
+        """
+        tokens, attended, mask = batch.inputs
+        if not self.advantage.bootstrap:
+            with scoring_mode(critic):
+                values = row_values(
+                    critic, tokens, attended, mask, images=batch.images, passes=self.passes
+                )
+            return values, None
+        last = batch.episodes.last_token
+        ends = torch.zeros_like(mask)
+        ends.view(-1)[last[last >= 0]] = True
+        ends &= batch.truncated().unsqueeze(-1)
+        # The value of a further token's state is that after the row.
+        tokens = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], 1)
+        attended = torch.cat([attended, attended.any(-1, keepdim=True)], 1)
+        asked = torch.cat([mask, ends.any(-1, keepdim=True)], 1)
         with scoring_mode(critic):
-            return row_values(critic, *batch.inputs, images=batch.images, passes=self.passes)
+            values = row_values(
+                critic, tokens, attended, asked, images=batch.images, passes=self.passes
+            )
+        return values[:, :-1], torch.where(ends, values[:, -1:], 0.0)

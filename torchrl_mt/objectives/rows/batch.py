@@ -119,6 +119,14 @@ class RowBatch:
             )
         return group
 
+    def truncated(self) -> Tensor:
+        """Read whether each row's episode was truncated, ``[N]`` bool."""
+        truncated = _read(self.rows, self.keys, "truncated")
+        if truncated.shape == (len(self.mask), 1):
+            truncated = truncated.squeeze(-1)
+        check_mask(f"the entry {self.keys.truncated!r} of rows", truncated, self.episode.shape)
+        return truncated
+
     def has(self, name: str) -> bool:
         """Whether the rows have the entry of the named key."""
         return getattr(self.keys, name) in self.rows.keys(True)

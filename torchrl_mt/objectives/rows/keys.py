@@ -35,6 +35,7 @@ class ExperienceKeys:
     group: NestedKey = "group"
     label: NestedKey = "label"
     valid: NestedKey = "valid"
+    truncated: NestedKey = ("next", "truncated")
     sampling_temperature: NestedKey = ("sampling", "temperature")
     sample_log_prob: NestedKey = ("log_probs", "old")
     ref_log_probs: NestedKey = ("log_probs", "ref")
@@ -77,6 +78,7 @@ WRITERS: dict[NestedKey, str] = {
     ExperienceKeys.reward: f"{_MERGED} where the turns have ('next', 'reward')",
     ExperienceKeys.episode: _MERGED,
     ExperienceKeys.group: f"{_MERGED} from the turns' 'group', which the collector writes",
+    ExperienceKeys.truncated: "MergeTurns(carry=(('next', 'truncated'),)) writes it",
     ExperienceKeys.sample_log_prob: _MADE,
     ExperienceKeys.ref_log_probs: f"{_MADE} when it has a ref",
     ExperienceKeys.entropy: f"{_MADE} with passes=Passes(with_entropy=True)",
