@@ -46,7 +46,7 @@ def clip_cov(
     Examples:
         >>> log_prob, mask = torch.tensor([[-0.1, -4.1, -0.1]]), torch.ones(1, 3, dtype=torch.bool)
         >>> advantage = torch.tensor([[0.5, -3.0, 1.0]])
-        >>> clip_cov(log_prob, log_prob, advantage, mask)[0]
+        >>> clip_cov(log_prob, log_prob, advantage, mask, bounds=(1.5, 5.0))[0]
         tensor([[-0.5000,  3.0000,  0.0000]])
     """
     low, high = bounds
