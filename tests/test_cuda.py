@@ -24,7 +24,14 @@ from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import (
+    Advantage,
+    Distillation,
+    ExperienceMaker,
+    MultiTurnLoss,
+    Passes,
+    ValueModel,
+)
 from torchrl_mt.objectives.functional import group_advantage, masked_gae, masked_returns
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
@@ -338,3 +345,48 @@ def test_the_pages_functions_of_rows_run_where_the_rows_are():
     expected = ExperienceMaker(make_model(), process=functions)(rows.clone())
     made = ExperienceMaker(make_model().cuda(), process=functions)(rows.cuda())
     torch.testing.assert_close(made["advantage"].cpu(), expected["advantage"])
+
+
+@pytest.mark.parametrize("packed", [False, True, "tree"])
+def test_teachers_critics_and_trees_agree_with_the_cpu(packed):
+    def train(device: str) -> list[torch.Tensor]:
+        actor, teacher = make_model().to(device), make_model(1).to(device)
+        critic = ValueModel.from_model(make_model(2)).to(device)
+        rows = make_rows().to(device)
+        rows["next", "truncated"] = torch.ones_like(rows["episode"], dtype=torch.bool)
+        rows["masks", "sft"] = rows["masks", "all_attention_mask"].clone()
+        passes = Passes(packed=packed, head_dtype=torch.float32)
+        advantage = Advantage("gae", bootstrap=True, critic_lmbda=1.0)
+        maker = ExperienceMaker(
+            actor,
+            teacher=teacher,
+            critic=critic,
+            advantage=advantage,
+            old_log_probs="actor",
+            passes=passes,
+        )
+        loss = MultiTurnLoss(
+            actor,
+            objective="dppo_kl",
+            distillation=Distillation(teacher, "jsd", top_k=5),
+            sft_coef=0.1,
+            passes=passes,
+        )
+        losses = loss(maker(rows))
+        names = ("loss_objective", "loss_distill", "loss_sft")
+        sum(losses[name] for name in names).backward()
+        gradients = [p.grad.flatten().cpu() for p in actor.parameters()]
+        return [*(losses[name].detach().cpu() for name in names), torch.cat(gradients)]
+
+    for got, expected in zip(train("cuda"), train("cpu"), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gigpo", "gdpo", "pass_at_k"])
+def test_comparisons_agree_with_the_cpu(kind):
+    found = []
+    for device in ("cuda", "cpu"):
+        rows = make_rows().to(device)
+        rows["group"] = torch.zeros_like(rows["group"])
+        found.append(ExperienceMaker(make_model().to(device), advantage=kind)(rows)["advantage"])
+    torch.testing.assert_close(found[0].cpu(), found[1])

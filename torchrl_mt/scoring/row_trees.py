@@ -19,9 +19,10 @@ from torchrl_mt.scoring.packing import ForwardPass, forward_passes, micro_batche
 from torchrl_mt.scoring.passes import Passes
 
 FLEX = "flex_attention"
+"""transformers' name of the attention whose masks are blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowTree:
     """Rows of which each continues, or leaves, the path of the one before it."""
 
@@ -76,7 +77,9 @@ def row_trees(
             alone = 0.0 if math.isinf(width) else _cost(tree.size, width) + _cost(size, width)
             joins = math.isinf(width) or _cost(joint, width) <= alone
             if joins and (most is None or joint <= most):
-                trees[-1] = RowTree([*tree.rows, row], [*tree.shared, shared], joint)
+                tree.rows.append(row)
+                tree.shared.append(shared)
+                tree.size = joint
                 continue
         trees.append(RowTree([row], [0], size))
     return trees

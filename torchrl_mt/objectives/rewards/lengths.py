@@ -54,7 +54,9 @@ class OverlongPenalty:
     name: str = "overlong"
 
     def __post_init__(self) -> None:
-        overlong_penalty(torch.zeros(0, device="cpu"), self.max_length, self.buffer)  # Refuses bad numbers.
+        overlong_penalty(
+            torch.zeros(0, device="cpu"), self.max_length, self.buffer
+        )  # Refuses bad numbers.
 
     def __call__(self, rows: TensorDictBase) -> Tensor:
         """Compute the penalty of each row's episode, ``[n]`` float32.
