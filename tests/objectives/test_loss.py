@@ -636,7 +636,10 @@ def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
         MultiTurnLoss(model, correction="token_tis", kl_coef=0.1)(batch)
 
 
-@pytest.mark.parametrize("name", some_fast(["cispo"], OBJECTIVES))
+# "clip_cov" draws at random, and compiled code draws otherwise.
+@pytest.mark.parametrize(
+    "name", some_fast(["cispo"], [name for name in OBJECTIVES if name != "clip_cov"])
+)
 def test_objectives_and_corrections_may_be_compiled(model, experience, name):
     batch = experience()
     correction = {"decoupled_ppo": "geometric", "sft": None}.get(name, "token_tis")

@@ -413,7 +413,9 @@ def found(tmp_path_factory):
 def test_ranks_make_the_gradient_of_one_process(found, name, split):
     for of_rank in found:
         for kind, packed in itertools.product(AGGREGATIONS, (False, True, "tree")):
-            assert of_rank["gradients"][name, split, kind, packed] < CLOSE, (kind, packed)
+            # Other rows lie beside a tree's on another rank.
+            close = 1e-5 if packed == "tree" else CLOSE
+            assert of_rank["gradients"][name, split, kind, packed] < close, (kind, packed)
 
 
 @pytest.mark.slow
