@@ -177,7 +177,7 @@ def learn(game: Any, seed: int, args: argparse.Namespace, **choice: Any) -> list
     optimizer = torch.optim.Adam(module.parameters(), lr=game.lr)
     versions: deque[dict[str, Tensor]] = deque(maxlen=lag + 1)
     curve = []
-    for update in range(1, (args.updates or game.updates * (1 + bool(lag))) + 1):
+    for update in range(1, (args.updates or (18 if lag else game.updates)) + 1):
         versions.append({name: value.clone() for name, value in policy.state_dict().items()})
         sampler.load_state_dict(versions[0])
         rows = maker(play(game, sampler, EPISODES // GROUP)[0])
@@ -202,6 +202,7 @@ def cells(games: Any, args: argparse.Namespace, **choice: Any) -> Iterator[str]:
 
 
 GAMES = Guess, Orders, Tool, StopOrGo, Jackpots
+LATE = "turn", "max_rl"
 
 
 def advantages(args: argparse.Namespace) -> Iterator[Row]:
@@ -213,9 +214,9 @@ def advantages(args: argparse.Namespace) -> Iterator[Row]:
 def objectives(args: argparse.Namespace) -> Iterator[Row]:
     for name in OBJECTIVES:
         if name not in ("sft", "decoupled_ppo"):  # The second needs old_log_probs="actor".
-            choice: dict[str, Any] = {"objective": name, "advantage": args.advantage}
-            (late,) = cells([Orders], args, lag=LAG, **choice)
-            yield f'``"{name}"``', *cells([Guess], args, **choice), late
+            late = {"objective": name, "lag": LAG}
+            old = [c for kind in LATE for c in cells([Orders], args, advantage=kind, **late)]
+            yield f'``"{name}"``', *cells([Guess], args, objective=name), *old
 
 
 def aggregations(args: argparse.Namespace) -> Iterator[Row]:
@@ -238,13 +239,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, help="default: each game's own number")
     parser.add_argument("--steps", type=int, default=3, help="gradient steps on each batch")
-    parser.add_argument("--advantage", default="turn", help="of the objectives' table")
     parser.add_argument("--rst", type=Path, help="also write the tables for the documentation here")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # A solved game has advantages of 0.
     tables: dict[str, Any] = {
         "advantages": (advantages, "advantage", *(game.__name__ for game in GAMES)),
-        "objectives": (objectives, "objective", "Guess", "Orders, 4 old"),
+        "objectives": (objectives, "objective", "Guess", *(f"4 old, {kind}" for kind in LATE)),
         "aggregations": (aggregations, "aggregation", "Guess", "StopOrGo"),
         "corrections": (corrections, "old policy, correction", "Orders, 4 old"),
     }
