@@ -437,7 +437,7 @@ class ExperienceMaker(TensorDictModuleBase):
             if entropy is not None:
                 out["entropy"] = batch.finite_float("entropy", entropy, batch.scored, MODEL_FAULT)
         if self.ref is not None:
-            ref = self._score_ref(batch)
+            ref = self._score_other(self.ref, batch)
             out["ref_log_probs"] = batch.finite_float(
                 "ref_log_probs", ref, batch.scored, MODEL_FAULT
             )
@@ -448,8 +448,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 "kl", kl, batch.scored, "the policies are too far apart."
             )
         if self.teacher is not None:
-            passes = replace(self.passes, with_entropy=False)
-            said, _ = self._score(self.teacher, batch, passes)
+            said = self._score_other(self.teacher, batch)
             out["teacher_log_probs"] = batch.finite_float(
                 "teacher_log_probs", said, batch.scored, MODEL_FAULT
             )
@@ -510,12 +509,11 @@ class ExperienceMaker(TensorDictModuleBase):
         with scoring_mode(model):
             return row_log_probs(model, *batch.inputs, images=batch.images, passes=passes)
 
-    def _score_ref(self, batch: RowBatch) -> Tensor:
-        """Compute the reference's log-probabilities of sampled tokens."""
-        assert self.ref is not None
+    def _score_other(self, model: nn.Module | Literal["base"], batch: RowBatch) -> Tensor:
+        """Compute the log-probabilities of sampled tokens under the reference or the teacher."""
         passes = replace(self.passes, with_entropy=False)
-        if not isinstance(self.ref, str):
-            return self._score(self.ref, batch, passes)[0]
+        if not isinstance(model, str):
+            return self._score(model, batch, passes)[0]
         with base_policy(self.actor):
             return self._score(self.actor, batch, passes)[0]
 
@@ -524,23 +522,19 @@ class ExperienceMaker(TensorDictModuleBase):
 
         With ``bootstrap``, also those after truncated episodes, each on the episode's last token.
         """
-        tokens, attended, mask = batch.inputs
-        if not self.advantage.bootstrap:
-            with scoring_mode(critic):
-                values = row_values(
-                    critic, tokens, attended, mask, images=batch.images, passes=self.passes
-                )
-            return values, None
-        last = batch.episodes.last_token
-        ends = torch.zeros_like(mask)
-        ends.view(-1)[last[last >= 0]] = True
-        ends &= batch.truncated().unsqueeze(-1)
-        # The value of a further token's state is that after the row.
-        tokens = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], 1)
-        attended = torch.cat([attended, attended.any(-1, keepdim=True)], 1)
-        asked = torch.cat([mask, ends.any(-1, keepdim=True)], 1)
+        inputs: tuple[Tensor, ...] = batch.inputs
+        ends = None
+        if self.advantage.bootstrap:
+            tokens, attended, mask = inputs
+            last = batch.episodes.last_token
+            ends = torch.zeros_like(mask)
+            ends.view(-1)[last[last >= 0]] = True
+            ends &= batch.truncated().unsqueeze(-1)
+            # The value of a further token's state is that after the row.
+            further = torch.zeros_like(tokens[:, :1]), attended.any(-1, True), ends.any(-1, True)
+            inputs = tuple(torch.cat(pair, 1) for pair in zip(inputs, further, strict=True))
         with scoring_mode(critic):
-            values = row_values(
-                critic, tokens, attended, asked, images=batch.images, passes=self.passes
-            )
+            values = row_values(critic, *inputs, images=batch.images, passes=self.passes)
+        if ends is None:
+            return values, None
         return values[:, :-1], torch.where(ends, values[:, -1:], 0.0)

@@ -110,8 +110,7 @@ def check_same_tokens(actor: nn.Module, teacher: nn.Module) -> None:
 def log_probs_of(
     found: OutputStates | Tensor,
     state: Tensor,
-    ids: Tensor | None,
-    k: int,
+    wanted: Tensor | int,
     *,
     temperature: float,
     barred: Sequence[int],
@@ -122,10 +121,9 @@ def log_probs_of(
     Args:
         found: States, or logits ``[B, L, V]``.
         state: ``[K]`` int64 positions in ``[B * L]``.
-        ids: ``[K, k]`` int64 tokens; ``None`` for the likeliest ``k``.
-        k: Number of tokens.
+        wanted: ``[K, k]`` int64 tokens; or ``k``, for the likeliest.
         temperature: Divisor of the logits.
-        barred: Tokens of probability 0.
+        barred: Tokens of the vocabulary that have probability 0.
         dtype: Type of the output layer's products; that of the states by default.
 
     Returns:
@@ -134,25 +132,30 @@ def log_probs_of(
     head = found if isinstance(found, OutputStates) else None
     rows = (found.hidden if isinstance(found, OutputStates) else found).flatten(0, 1)[state]
     size = rows.shape[-1] if head is None else len(head.weight)
-    k = min(k, size)
 
-    def score(rows: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def score(rows: Tensor, wanted: Tensor | int) -> tuple[Tensor, Tensor]:
         logits = rows if head is None else head.logits(rows.to(dtype or rows.dtype))
         logits = logits.to(wide(logits.dtype)) / temperature
-        log_probs = bar(logits, [token for token in barred if token < size]).log_softmax(-1)
-        if ids is None:
-            values, ids = log_probs.topk(k)
+        log_probs = bar(logits, barred).log_softmax(-1)
+        if isinstance(wanted, int):
+            values, ids = log_probs.topk(min(wanted, size))
             return ids, values
         # Output layers may be padded to other sizes.
-        known = ids < size
-        values = log_probs.gather(-1, torch.where(known, ids, 0))
-        return ids, torch.where(known, values, math.log(_SMALLEST))
+        known = wanted < size
+        values = log_probs.gather(-1, torch.where(known, wanted, 0))
+        return wanted, torch.where(known, values, math.log(_SMALLEST))
 
     out = [
-        checkpoint(score, rows[part], None if ids is None else ids[part], use_reentrant=False)
+        checkpoint(
+            score,
+            rows[part],
+            wanted if isinstance(wanted, int) else wanted[part],
+            use_reentrant=False,
+        )
         for part in chunks(len(state), size, CHUNK_ELEMENTS)
     ]
     if not out:
+        k = min(wanted, size) if isinstance(wanted, int) else wanted.shape[-1]
         return state.new_zeros(0, k), rows.new_zeros(0, k).float()
     return torch.cat([token for token, _ in out]), torch.cat([value for _, value in out]).float()
 

@@ -15,7 +15,6 @@ from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.distillation import (
     Distillation,
     TopTokens,
-    check_same_tokens,
     log_probs_of,
     top_divergence,
 )
@@ -128,7 +127,6 @@ def row_scores(
     passes = Passes.checked(passes)
     top = None
     if distillation is not None:
-        check_same_tokens(actor, distillation.teacher)
         top = _top_tokens(distillation, tokens, attention_mask, mask, images, passes)
         full_logits |= is_sharded(model)
     places: list[Tensor] = []
@@ -142,7 +140,7 @@ def row_scores(
             scores[1].append(entropy)
         if top is not None and distillation is not None:
             ids, teacher = top.at(step.place, log_prob.device)
-            _, policy = _score_several(model, step, found, passes, ids, distillation.top_k)
+            _, policy = _score_several(model, step, found, passes, ids)
             scores[2].append(top_divergence(policy, teacher, distillation.kind))
     log_prob, *others = (put_back(each, places if each else [], tokens) for each in scores)
     entropy, divergence = (
@@ -161,12 +159,12 @@ def _top_tokens(
     passes: Passes,
 ) -> TopTokens:
     """Find the teacher's likeliest tokens at the sampled tokens of rows."""
-    teacher, k = causal_lm(distillation.teacher), distillation.top_k
+    teacher = causal_lm(distillation.teacher)
     parts, places = [], []
     with scoring_mode(teacher):
         for step in passes_over(teacher, tokens, attention_mask, mask, passes, images):
             found = _run(teacher, step, passes, is_sharded(teacher))
-            parts.append(_score_several(teacher, step, found, passes, None, k))
+            parts.append(_score_several(teacher, step, found, passes, distillation.top_k))
             places.append(step.place)
     place = torch.cat(places)
     line = place.new_zeros(tokens.numel())
@@ -246,10 +244,9 @@ def _score_several(
     step: ForwardPass,
     found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
     passes: Passes,
-    ids: Tensor | None,
-    k: int,
+    wanted: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
-    """Score several tokens ``[K, k]`` at each sampled token's place, by default the likeliest."""
+    """Score several tokens at each sampled token's place, as :func:`log_probs_of` takes them."""
     assert not isinstance(found, tuple)
     hidden = found.hidden if isinstance(found, OutputStates) else found
     size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
@@ -257,8 +254,7 @@ def _score_several(
     return log_probs_of(
         found,
         state,
-        ids,
-        k,
+        wanted,
         temperature=passes.temperature,
         barred=barred,
         dtype=passes.head_dtype,

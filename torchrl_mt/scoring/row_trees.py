@@ -74,8 +74,7 @@ def row_trees(
         if trees and shared:
             tree = trees[-1]
             joint = tree.size + size - shared
-            alone = 0.0 if math.isinf(width) else _cost(tree.size, width) + _cost(size, width)
-            joins = math.isinf(width) or _cost(joint, width) <= alone
+            joins = _cost(joint, width) <= _cost(tree.size, width) + _cost(size, width)
             if joins and (most is None or joint <= most):
                 tree.rows.append(row)
                 tree.shared.append(shared)
@@ -217,5 +216,5 @@ def _texts(tokens: Tensor, attention_mask: Tensor) -> list[np.ndarray]:
 
 
 def _cost(size: int, width: float) -> float:
-    """Cost of a tree, in tokens' attention to one token."""
-    return size * (size + width)
+    """Cost of a tree: in tokens' attention to one token, or in tokens if attention costs nothing."""
+    return size if math.isinf(width) else size * (size + width)

@@ -146,7 +146,7 @@ class TextReward:
                 for part in (before, after)
             ]
         given = dict(zip(_TEXTS, texts, strict=True))
-        given[_TOKENS] = [row[kept].tolist() for row, kept in zip(tokens, after, strict=True)]
+        given[_TOKENS] = _ids_of(tokens, after)
         answer = self.fn(**self._arguments(asked, given))
         if inspect.isawaitable(answer):
             return self._when_answered(answer, episodes, turns)
@@ -276,9 +276,14 @@ def texts_of(
         skip_special_tokens: Whether to leave special tokens out.
     """
     return [
-        tokenizer.decode(row[kept].tolist(), skip_special_tokens=skip_special_tokens)
-        for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)
+        tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        for ids in _ids_of(tokens, mask)
     ]
+
+
+def _ids_of(tokens: Tensor, mask: Tensor) -> list[list[int]]:
+    """Each row's token ids under a mask, both ``[N, S]``; copied to the CPU at once."""
+    return [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)]
 
 
 def prompt_mask(rows: TensorDictBase) -> Tensor:
