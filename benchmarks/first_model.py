@@ -4,7 +4,8 @@ The model is to look up a price with a function and to say it, as in ``examples/
 are those of the batch played before the first and after the last update.
 
 The first table has the memory of an update by the size of the model, computed, and measured on models of
-that size with random weights.
+that size with random weights. The last compares advantages and objectives: the share of
+right answers in the last two batches, mean of the seeds / the worst seed, and the mean of all batches.
 
     OMP_NUM_THREADS=1 python benchmarks/first_model.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 """
@@ -32,7 +33,7 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.datasets import ConversationDataset
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import ToolEnv
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.pretrained import load
 from torchrl_mt.testing import tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
@@ -60,6 +61,10 @@ class Settings:
     stop: tuple[str, ...] = ("\n",)
     max_response_tokens: int = 12
     entropy_coef: float = 0.0
+    advantage: str = "turn"
+    objective: str = "ppo"
+    group_size: int = 1
+    steps: int = 1
 
 
 ADVISED = Settings()
@@ -93,21 +98,27 @@ def measured(rows: TensorDictBase, entropy: float) -> list[float]:
     return [right, cut / EPISODES, int(sampled.sum()) / answers, entropy, kl]
 
 
-def run(name: str, args: argparse.Namespace) -> Row:
-    """Train for some updates."""
-    settings = RUNS[name]
-    torch.manual_seed(args.seed)
+def train(
+    settings: Settings, args: argparse.Namespace, seed: int
+) -> Iterator[tuple[list[float], float]]:
+    """Update after update, give the numbers of the batch, and the NLL of plain text before its step."""
+    torch.manual_seed(seed)
     policy = load(args.model, lora=settings.lora, lr=settings.lr, dtype=torch.float32)
     model, tokenizer, nll = policy.model, policy.tokenizer, policy.plain_text_nll()
     ref = "base" if settings.lora else load(args.model, lora=False, dtype=torch.float32).model
-
-    maker = ExperienceMaker(model, ref=ref, advantage="turn")
-    loss_module = MultiTurnLoss(model, entropy_coef=settings.entropy_coef or None)
-    before: list[float] = []
+    passes = Passes(packed="tree")
+    maker = ExperienceMaker(model, ref=ref, advantage=settings.advantage, passes=passes)
+    loss_module = MultiTurnLoss(
+        model,
+        objective=settings.objective,
+        entropy_coef=settings.entropy_coef or None,
+        passes=passes,
+    )
     with MultiTurnCollector(
         ToolEnv([task.price], reward=task.reward, parser=task.parse),
-        TransformersEngine(model, tokenizer, seed=args.seed),
-        questions(settings, args.seed),
+        TransformersEngine(model, tokenizer, seed=seed),
+        questions(settings, seed),
+        group_size=settings.group_size,
         episodes_per_batch=EPISODES,
         total_episodes=EPISODES * (args.updates + 1),
         limits=Limits(max_turns=2, max_response_tokens=settings.max_response_tokens),
@@ -117,20 +128,27 @@ def run(name: str, args: argparse.Namespace) -> Row:
         ),
     ) as collector:
         for rows in collector:
-            losses = loss_module(maker(rows))
-            after = measured(rows, losses["entropy"].item())
-            before = before or after
-            sum(loss for key, loss in losses.items() if key.startswith("loss_")).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            policy.optimizer.step()
-            policy.optimizer.zero_grad()
-            nll_before_step, nll = nll, policy.plain_text_nll()
+            rows = maker(rows)
+            for step in range(settings.steps):
+                losses = loss_module(rows)
+                if step == 0:
+                    yield measured(rows, losses["entropy"].item()), nll
+                sum(loss for key, loss in losses.items() if key.startswith("loss_")).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                policy.optimizer.step()
+                policy.optimizer.zero_grad()
+            nll = policy.plain_text_nll()
             collector.update_policy_weights_(model)
+
+
+def run(name: str, args: argparse.Namespace) -> Row:
+    """Train for some updates."""
+    (before, _), *_, (after, nll) = train(RUNS[name], args, args.seed)
     pairs = zip(before, after, strict=True)
     return (
         name,
         *(f"{round(a, 2) + 0.0:.2f} → {round(b, 2) + 0.0:.2f}" for a, b in pairs),
-        f"{nll_before_step:.2f}",
+        f"{nll:.2f}",
     )
 
 
@@ -138,6 +156,28 @@ def runs(args: argparse.Namespace) -> Iterator[Row]:
     """A row for each run."""
     for name in args.only or RUNS:
         yield run(name, args)
+        gc.collect()
+
+
+CHOSEN = Settings(lr=2e-4, group_size=4, steps=2)
+CHOICES = {
+    '``"turn"``, ``"ppo"``': CHOSEN,
+    '``"grpo"``, ``"ppo"``': replace(CHOSEN, advantage="grpo"),
+    '``"dr_grpo"``, ``"ppo"``': replace(CHOSEN, advantage="dr_grpo"),
+    '``"max_rl"``, ``"ppo"``': replace(CHOSEN, advantage="max_rl"),
+    '``"turn"``, ``"reinforce"``': replace(CHOSEN, objective="reinforce"),
+    '``"turn"``, ``"cispo"``': replace(CHOSEN, objective="cispo"),
+    '``"turn"``, ``"gspo"``': replace(CHOSEN, objective="gspo"),
+}
+
+
+def choices(args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each choice: the same run with several seeds."""
+    for name, settings in CHOICES.items():
+        curves = [[numbers[0] for numbers, _ in train(settings, args, seed)] for seed in range(3)]
+        ends = [sum(curve[-2:]) / 2 for curve in curves]
+        every = sum(map(sum, curves)) / sum(map(len, curves))
+        yield name, f"{sum(ends) / len(ends):.2f}/{min(ends):.2f}", f"{every:.2f}"
         gc.collect()
 
 
@@ -233,15 +273,21 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=RUNS, help="some of the runs")
-    parser.add_argument(
-        "--rst", type=Path, help="write the tables to RST_memory.inc and RST_runs.inc"
-    )
+    parser.add_argument("--tables", nargs="*", help="memory, runs, choices; all by default")
+    parser.add_argument("--rst", type=Path, help="write each table to RST_NAME.inc")
     args = parser.parse_args()
     header = ("run", "right", "cut", "tokens an answer", "entropy", "KL to the base", "NLL after")
     sizes = ("GiB", "weights", "trained", "1,000 tokens of cache", "activations", "sum", "measured")
-    for name, columns, rows in (("memory", sizes, memory), ("runs", header, runs)):
+    ends = ("advantage, objective", "right at the end", "right in all batches")
+    wide, narrow = (28, 12, 12, 12, 12, 12, 12), (40, 30, 30)
+    tables = {
+        "memory": Part(sizes, wide, memory),
+        "runs": Part(header, wide, runs),
+        "choices": Part(ends, narrow, choices),
+    }
+    for name in args.tables or tables:
         rst = args.rst and args.rst.with_name(f"{args.rst.name}_{name}.inc")
-        show([Part(columns, (28, 12, 12, 12, 12, 12, 12), rows)], args, rst)
+        show([tables[name]], args, rst)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.datasets import ConversationDataset
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import ToolEnv
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.transforms import MergeTurns
 
 GOODS = ["apple", "pear", "melon", "bread", "cheese", "salt", "lamp", "chair", "clock", "rope"]
@@ -141,7 +141,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # Reinforcement learning: what had a higher reward than the rest becomes likelier.
     maker = ExperienceMaker(model, advantage="turn")
-    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2)
+    passes = Passes(packed="tree")  # what dialogues begin with in common is computed once
+    loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, passes=passes)
     for update, rows in enumerate(collector, 1):
         rows = maker(rows.to(args.device))
         for _ in range(2):

@@ -35,7 +35,8 @@ def loop(tokens, attended, mask, turns, returns, outcome, episode, group, kind, 
             turn = (int(episode[n]), int(turns[n, t]))
             if mask[n, t]:
                 if turn not in message:
-                    message[turn] = (int(group[n]), tuple(said) or ("none", turn), float(returns[n, t]))
+                    state = tuple(said) or ("none", turn)
+                    message[turn] = (int(group[n]), state, float(returns[n, t]))
                     lead = first.get(turn[0])
                     if lead is None or turn[1] < lead[0]:
                         first[turn[0]] = turn[1], (int(group[n]), float(outcome[n, t]))
