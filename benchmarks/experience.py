@@ -12,6 +12,7 @@ alternate, and medians are reported. On a busy machine, measure with one thread.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -357,10 +358,24 @@ def compared(args: argparse.Namespace, contenders: dict[str, Counted]) -> Iterat
             f"{first.positions / one.positions:.2f}×",
             f"{time_taken:.2f}",
             f"{seconds[0] / time_taken:.2f}×",
+            f"{peak_of(one.run, args.device) / 2**20:,.0f}",
         )
 
 
 # Memory
+
+
+def peak_of(run: Callable[[], object], device: str) -> int:
+    """Peak of the memory that a call takes, in bytes."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # Memory that was freed would hide what the call takes.
+    before = _forget_peak()
+    run()
+    return _memory("VmHWM") - before
 
 
 def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, out: Any) -> None:
@@ -369,23 +384,20 @@ def peak(vocabulary: int, sampled: float, how: str, args: argparse.Namespace, ou
     model = small_model(args, vocabulary)
     tokens, attended, mask = rows_of(torch.full((4,), 1024), args.device)
     mask &= torch.rand(mask.shape, device=args.device) < 2 * sampled
-    cuda = args.device != "cpu"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = _forget_peak()
+
+    def run() -> None:
+        if how == "autograd":
+            logits = cast(Any, model)(input_ids=tokens).logits[:, :-1].float()
+            picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+            (picked * mask[:, 1:]).sum().backward()
+        else:
+            full = how == "whole logits"
+            log_prob, _ = row_log_probs(model, tokens, attended, mask, full_logits=full)
+            log_prob.sum().backward()
+
     begin = time.perf_counter()
-    if how == "autograd":
-        logits = cast(Any, model)(input_ids=tokens).logits[:, :-1].float()
-        picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-        (picked * mask[:, 1:]).sum().backward()
-    else:
-        full = how == "whole logits"
-        log_prob, _ = row_log_probs(model, tokens, attended, mask, full_logits=full)
-        log_prob.sum().backward()
-    after = torch.cuda.max_memory_allocated() if cuda else _memory("VmHWM")
-    out.put((after - before, time.perf_counter() - begin))
+    taken = peak_of(run, args.device)
+    out.put((taken, time.perf_counter() - begin))
 
 
 def _forget_peak() -> int:
@@ -417,6 +429,7 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
             yield f"{vocabulary:,} tokens, {how}", f"{taken / 2**20:,.0f}", f"{seconds:.1f}"
 
 
+COLUMNS = ("forward and backward", "tokens", "fewer", "s", "faster", "peak, MiB")
 PARTS = {
     "recursions": Part(
         ("masked_gae beside", "ours, ms", "ms", "ratio"), (55, 15, 15, 15), recursions
@@ -426,12 +439,10 @@ PARTS = {
         (40, 12, 12, 12, 12, 12),
         estimators,
     ),
-    "passes": Part(
-        ("forward and backward", "tokens", "fewer", "s", "faster"), (44, 14, 14, 14, 14), passes
-    ),
+    "passes": Part(COLUMNS, (40, 12, 12, 12, 12, 12), passes),
     "trees": Part(
-        ("forward and backward", "tokens", "fewer", "s", "faster"),
-        (44, 14, 14, 14, 14),
+        COLUMNS,
+        (40, 12, 12, 12, 12, 12),
         shared_prefixes,
     ),
     "memory": Part(("vocabulary, how", "peak, MiB", "s"), (60, 20, 20), memory),
