@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 from array import array
@@ -308,4 +309,4 @@ def is_finite(reward: float) -> bool:
         >>> [is_finite(reward) for reward in (-2.5, float("nan"), 3.4028235e38, 1e39)]
         [True, False, True, False]
     """
-    return bool(torch.tensor(reward, dtype=torch.float32, device="cpu").isfinite())
+    return math.isfinite(ctypes.c_float(reward).value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ __all__ = ["Generation"]
 
 _MAX_GAP = 0.002
 """Seconds to wait for a further prompt before a batch begins."""
+_MAX_SUBMITTING = 0.02
+"""The same, while a loop has not yet run all that submits."""
 
 
 class Generation(EngineThread):
@@ -28,6 +31,8 @@ class Generation(EngineThread):
         super().__init__("torchrl_mt-generation")
         self._scheduler = scheduler
         self._inbox: dict[Request, None] = {}
+        self._submitting: set[asyncio.AbstractEventLoop] = set()
+        """Loops that may submit more at once."""
         self._num_answered = 0
 
     def submit(self, request: Request) -> None:
@@ -38,6 +43,15 @@ class Generation(EngineThread):
         """
         with self._queueing():
             self._inbox[request] = None
+            if request.loop not in self._submitting:
+                self._submitting.add(request.loop)
+                request.loop.call_soon(request.loop.call_soon, self._submitted, request.loop)
+
+    def _submitted(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All that could run on a loop ran since its first request."""
+        with self._changed:
+            self._submitting.discard(loop)
+            self._changed.notify_all()
 
     def withdraw(self, request: Request) -> None:
         """Cancel a request; its sampled tokens are dropped."""
@@ -93,10 +107,17 @@ class Generation(EngineThread):
         return len(self._inbox) + self._scheduler.num_waiting + self._scheduler.num_running
 
     def _gather(self) -> None:
-        """Wait while more prompts arrive, at most as many as requests were answered in the last step."""
-        while not (self._closed or self._paused) and self._num_open() < self._num_answered:
+        """Wait while a loop submits, or those arrive who were answered in the last step."""
+
+        def more() -> bool:
+            return bool(self._submitting) or self._num_open() < self._num_answered
+
+        while not (self._closed or self._paused) and more():
             count = self._num_open()
-            if not self._changed.wait_for(lambda: self._num_open() > count, _MAX_GAP):  # noqa: B023
+            if not self._changed.wait_for(
+                lambda: self._num_open() > count or not more(),  # noqa: B023
+                _MAX_SUBMITTING if self._submitting else _MAX_GAP,
+            ):
                 break
 
     def _fail(self, error: Callable[[], BaseException]) -> None:
