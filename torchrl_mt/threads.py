@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -20,8 +20,10 @@ __all__ = [
     "call_in_thread",
     "call_user",
     "close_env",
+    "run_all",
     "settle",
     "start_daemon",
+    "wait_all",
     "when_forgotten",
     "within",
 ]
@@ -112,6 +114,29 @@ async def call_user(function: Callable[..., Any], *args: Any) -> Any:
         return await function(*args)
     result = await call_in_thread(function, *args)
     return await result if inspect.isawaitable(result) else result
+
+
+async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Await all and return their results in order; if one fails, cancel the others and raise."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_all(awaitables: Sequence[Awaitable[_T]]) -> list[_T]:
+    """Run :func:`wait_all` on an event loop of its own; in another thread if a loop runs in this one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait_all(awaitables))
+    outcome: Future[list[_T]] = Future()
+    # A daemon, so that an interrupt (in a notebook, say) does not wait for the awaitables.
+    start_daemon(settle, outcome, lambda: asyncio.run(wait_all(awaitables)))
+    return outcome.result()
 
 
 def settle(result: Future[Any], function: Callable[..., Any], *args: Any) -> None:

@@ -83,6 +83,8 @@ class SamplingServer(FaultyServer):
         """Called before weights are loaded; may raise ``Refused``."""
         self.decode: Callable[[list[int]], str] = str
         self.max_model_len: int | None = None
+        self.prompt_log_probs: Callable[[list[int]], list[float]] | None = None
+        """Log-probabilities of all tokens of a prompt but the first, if it is asked for them."""
         self.folder = "tiny"
         """Folder of the weights that it started with."""
 
@@ -209,6 +211,14 @@ def saved_version(folder: str) -> int:
     return int(found["version"].item())
 
 
+def prompt_entries(server: VLLMServer, prompt: list[int], params: Mapping[str, Any]) -> Any:
+    """What vLLM says of a prompt's tokens."""
+    if params.get("prompt_logprobs") != 0:
+        return None
+    values = zip(prompt[1:], server.prompt_log_probs(prompt), strict=True)
+    return [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in values)]
+
+
 def require(body: Mapping[str, Any], needed: set[str], known: set[str] = frozenset()) -> None:
     """Refuse a body that lacks fields or has unknown ones."""
     lacking, unknown = needed - body.keys(), body.keys() - needed - known
@@ -328,7 +338,9 @@ class VLLMServer(SamplingServer):
             {"model", "stream", "request_id", "priority", "cache_salt"},
         )
         params, adapter = body["sampling_params"], self.adapter_of(body)
-        require(params, {"max_tokens", "logprobs"}, {*SAMPLING, "seed", "min_tokens"})
+        known = {*SAMPLING, "seed", "min_tokens", "prompt_logprobs"}
+        require(params, {"max_tokens", "logprobs"}, known)
+        scored = prompt_entries(self, body["token_ids"], params)
         limit = params["max_tokens"]
         tokens, versions, reason, _ = self.sample(body["token_ids"], params, limit, adapter=adapter)
         content = [
@@ -338,10 +350,11 @@ class VLLMServer(SamplingServer):
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
         if self.has_version:
             choice["weight_versions"] = spans(versions.labels)
-        return {"request_id": "1", "choices": [{**choice, "logprobs": {"content": content}}]}
+        choice["logprobs"] = {"content": content}
+        return {"request_id": "1", "choices": [choice], "prompt_logprobs": scored}
 
     def complete(self, body: dict[str, Any], query: dict[str, str]) -> Any:
-        own = {"model", "return_token_ids", "return_tokens_as_token_ids", "seed"}
+        own = {"model", "return_token_ids", "return_tokens_as_token_ids", "seed", "prompt_logprobs"}
         require(body, {"prompt", "max_tokens", "logprobs"}, {*SAMPLING, *own})
         if len(body.get("stop", ())) > 4:
             raise Refused(400, "stop: List should have at most 4 items after validation")
@@ -353,6 +366,7 @@ class VLLMServer(SamplingServer):
             "token_logprobs": [log_prob_of(version) for version in versions.true],
         }
         choice = {"finish_reason": reason, "token_ids": tokens, "logprobs": logprobs}
+        choice["prompt_logprobs"] = prompt_entries(self, body["prompt"], body)
         stop_reason = stopped if isinstance(stopped, str) else None
         return {"choices": [{"index": 0, **choice, "stop_reason": stop_reason}]}
 
@@ -405,7 +419,9 @@ class SGLangServer(SamplingServer):
 
     def generate(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         require(
-            body, {"input_ids", "sampling_params", "rid"}, {"return_logprob", "stream", "priority"}
+            body,
+            {"input_ids", "sampling_params", "rid"},
+            {"return_logprob", "stream", "priority", "logprob_start_len"},
         )
         assert body["return_logprob"] is True
         params, rid = body["sampling_params"], body["rid"]
@@ -429,6 +445,9 @@ class SGLangServer(SamplingServer):
             ],
             "weight_version": self.label,
         }
+        if body.get("logprob_start_len") == 0:
+            values = zip([None, *self.prompt_log_probs(prompt)], prompt, strict=True)
+            info["input_token_logprobs"] = [[value, token, None] for value, token in values]
         if self.has_spans:
             info["weight_versions"] = spans(versions.labels) or [
                 {"version": self.label, "start": 0, "end": 0}

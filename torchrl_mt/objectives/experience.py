@@ -50,13 +50,13 @@ from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
 from torchrl_mt.objectives.warnings import Warnings
 from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
-from torchrl_mt.scoring.distillation import check_same_tokens
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
 from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
 from torchrl_mt.scoring.packing_check import tree_width
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_trees import tree_ratio
 from torchrl_mt.scoring.row_vision import image_keys
+from torchrl_mt.scoring.served_teacher import TokenScorer, check_teacher, served_log_probs
 from torchrl_mt.scoring.values import check_critic, row_values
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ class ExperienceMaker(TensorDictModuleBase):
             ``None`` means 1, or the discount already in ``("rewards", "to_go")``.
         ref: The reference policy, of the same kinds as ``actor``; without it there is no KL. ``"base"``
             is the base model of the actor's PEFT adapters: the actor with its adapters off.
-        teacher: A language model of the actor's tokenizer, for ``advantage="distill"``; writes
-            ``("log_probs", "teacher")``.
+        teacher: A language model of the actor's tokenizer, or a ``CompletionsEngine`` for one that
+            servers hold, for ``advantage="distill"``; writes ``("log_probs", "teacher")``. An engine
+            scores text alone, at temperature 1.
         critic: A value network for :func:`~torchrl_mt.objectives.row_values`; writes ``"values"``.
         process: What does not count, or counts less: ``"dynamic_sampling"``, ``"clip_filter"``,
             ``"top_entropy"``, a function from rows to rows, or several.
@@ -128,7 +129,7 @@ class ExperienceMaker(TensorDictModuleBase):
         reward: Recipe | RewardMix | None = None,
         gamma: float | None = None,
         ref: nn.Module | Literal["base"] | None = None,
-        teacher: nn.Module | None = None,
+        teacher: nn.Module | TokenScorer | None = None,
         critic: nn.Module | None = None,
         process: str | Process | Sequence[str | Process] = (),
         kl_coef: KLCoefficient = 0.0,
@@ -154,8 +155,7 @@ class ExperienceMaker(TensorDictModuleBase):
         elif coefficient:
             raise ValueError(f"kl_coef needs a reference policy, got {coefficient} with ref=None.")
         if teacher is not None:
-            causal_lm(teacher)
-            check_same_tokens(actor, teacher)
+            check_teacher(teacher, actor, Passes.checked(passes).temperature)
         if critic is not None:
             check_critic(critic)
         self.advantage = advantage if isinstance(advantage, Advantage) else Advantage(advantage)
@@ -255,9 +255,7 @@ class ExperienceMaker(TensorDictModuleBase):
         may += ["label"] * (self.reward.by_label and not self.reward.needs_label)
         may += ["turn_return"] * (self.own_reward and self.advantage.kind == "turn")
         self.optional_in_keys = [getattr(self.tensor_keys, name) for name in may]
-        self.optional_in_keys += image_keys(
-            self.actor, None if isinstance(self.ref, str) else self.ref, self.teacher, self.critic
-        )
+        self.optional_in_keys += image_keys(self.actor, self.ref, self.teacher, self.critic)
         self.out_keys = [getattr(self.tensor_keys, name) for name in write]
 
     @torch.no_grad()
@@ -292,6 +290,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 source's result is invalid; or the rows are locked or an output's place is taken. The
                 rows are then unchanged. Likewise if a function of ``process`` does what it may not.
             RewardError: If a reward server fails. The rows are then unchanged: calling again is safe.
+                So they are if the server of an engine as ``teacher`` fails (``CompletionsError``).
             RuntimeError: If this happens on another rank of ``process_group``.
         """
         check_is_batch("rows", tensordict)
@@ -362,6 +361,10 @@ class ExperienceMaker(TensorDictModuleBase):
         self.credit.check_states(batch)
         key = batch.keys.sampling_temperature
         check_temperature(rows, key, self.passes.temperature, batch.counted.any(-1))
+        if not isinstance(self.teacher, nn.Module | None) and batch.images is not None:
+            raise ValueError(
+                "an engine as teacher scores text alone, but the rows have images: give its model."
+            )
         if not self.process:
             check_writable(rows, self.out_keys)
         return batch
@@ -509,9 +512,13 @@ class ExperienceMaker(TensorDictModuleBase):
         with scoring_mode(model):
             return row_log_probs(model, *batch.inputs, images=batch.images, passes=passes)
 
-    def _score_other(self, model: nn.Module | Literal["base"], batch: RowBatch) -> Tensor:
+    def _score_other(
+        self, model: nn.Module | TokenScorer | Literal["base"], batch: RowBatch
+    ) -> Tensor:
         """Compute the log-probabilities of sampled tokens under the reference or the teacher."""
         passes = replace(self.passes, with_entropy=False)
+        if not isinstance(model, str | nn.Module):
+            return served_log_probs(model, *batch.inputs)
         if not isinstance(model, str):
             return self._score(model, batch, passes)[0]
         with base_policy(self.actor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,9 @@ class Distillation:
     def __post_init__(self) -> None:
         if not isinstance(self.teacher, nn.Module):
             raise TypeError(
-                f"teacher must be a causal language model, got {type(self.teacher).__name__}."
+                "teacher must be a causal language model, whose whole distributions the loss compares, "
+                f"got {type(self.teacher).__name__}. An engine can teach as an advantage: "
+                "ExperienceMaker(teacher=engine, advantage='distill')."
             )
         check_choice("kind", self.kind, get_args(DivergenceKind))
         check_finite("coef", self.coef)
@@ -81,10 +83,10 @@ class TopTokens:
         return self.ids[line].to(device), self.log_probs[line].to(device)
 
 
-def check_same_tokens(actor: nn.Module, teacher: nn.Module) -> None:
-    """Refuse a teacher whose tokens are not the actor's.
+def check_same_tokens(actor: nn.Module, teacher: Any) -> None:
+    """Refuse a teacher, a model or an engine, whose tokens are not the actor's.
 
-    Sizes of vocabularies are compared, and what tokenizers say where both models have one.
+    Sizes of vocabularies are compared, and what tokenizers say where both have one.
 
     Raises:
         ValueError: If they differ.

@@ -39,7 +39,7 @@ def vision_towers(model: nn.Module) -> list[nn.Module]:
     return [m for name, m in model.named_modules() if name.rpartition(".")[-1] in _TOWERS]
 
 
-def image_keys(*models: nn.Module | None) -> list[NestedKey]:
+def image_keys(*models: object) -> list[NestedKey]:
     """List the keys of the rows' images if one of the models, or a model that it wraps, takes them."""
     inner = (getattr(model, "model", None) for model in models)
     given = [m for m in (*models, *inner) if isinstance(m, nn.Module)]

@@ -6,6 +6,7 @@ error that names it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,6 +48,8 @@ class Answer:
     """Weight version that sampled each token; ``None`` if the server does not report it."""
     stopped_by: Any = None
     """The stop string or stop token that ended it, as far as the server says."""
+    prompt_log_probs: list[float] | None = None
+    """Log-probability of each token of the prompt, 0 of the first; ``None`` if not asked for."""
 
 
 def max_model_len(payload: Any, model: str) -> int | None:
@@ -85,6 +88,7 @@ def parse_answer(
     prompt: Sequence[int] | None = None,
     vocab_size: int | None = None,
     version_key: str | None = None,
+    scores_prompt: bool = False,
 ) -> Answer:
     """Read the sampled tokens from a server's reply.
 
@@ -95,6 +99,7 @@ def parse_answer(
         vocab_size: size of the model's vocabulary; ``None`` if unknown.
         version_key: dotted path of the weight version, in the choice or at the root of the reply: one
             number, or a list with one per token.
+        scores_prompt: whether the reply must have the log-probabilities of the prompt's tokens.
 
     Raises:
         TryAgainError: if the server aborted the response.
@@ -152,7 +157,9 @@ def parse_answer(
         versions = _versions(payload, choice, version_key, len(token_ids))
     # vLLM's name, and SGLang's.
     stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
-    return Answer(token_ids, log_probs, reason, versions, stopped_by)
+    entries = choice.get("prompt_logprobs")
+    scores = _prompt_log_probs(entries, prompt or ()) if scores_prompt else None
+    return Answer(token_ids, log_probs, reason, versions, stopped_by, scores)
 
 
 def _require(holds: bool, field: str, expected: str, got: Any, advice: str = "") -> None:
@@ -210,6 +217,25 @@ def _log_probs(logprobs: Mapping[str, Any], size: int) -> list[float]:
         is_log_prob = is_number and _MINUS_INFINITY < value <= 1e-3
         _require(is_log_prob, f"{field}[{i}]", "a log-probability", value)
     return [float(value) for value in values or ()]
+
+
+def _prompt_log_probs(entries: Any, prompt: Sequence[int]) -> list[float]:
+    """Read the log-probability of each token of the prompt; nothing predicts the first."""
+    field, size = f"{_CHOICE}.prompt_logprobs", len(prompt)
+    _require(
+        isinstance(entries, list) and len(entries) == size,
+        field,
+        f"a list with one entry for each of {size} tokens",
+        entries,
+        "does the server support prompt_logprobs, as vLLM does? SGLang needs api='sglang'.",
+    )
+    found = [0.0]
+    for i in range(1, size):
+        value = _at(entries[i], f"{prompt[i]}.logprob")
+        fits = isinstance(value, (int, float)) and value <= 1e-3
+        _require(fits, f"{field}[{i}]", f"a log-probability of token {prompt[i]}", entries[i])
+        found.append(float(value) if value > _MINUS_INFINITY else -math.inf)
+    return found
 
 
 def _versions(

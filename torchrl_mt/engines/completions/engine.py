@@ -14,6 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor
+
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
@@ -50,6 +53,7 @@ from torchrl_mt.engines.stop_strings import checked_stop, find_stop, watch
 from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import AttemptError, HttpClient, HttpError, Target, TryAgainError
 from torchrl_mt.processes import StaysInProcess
+from torchrl_mt.threads import wait_all
 from torchrl_mt.vision import VisionProcessor
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
@@ -302,6 +306,42 @@ class CompletionsEngine(StaysInProcess):
             sampling=record,
             stop_string=self._stop_string(answer, strings) if strings else None,
         )
+
+    async def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute the log-probabilities of given tokens under the servers' model, at temperature 1.
+
+        Each sequence is a request, retried as any other; all go out concurrently. Servers compute these
+        from the model's own logits: neither sampling parameters nor ``logprobs_mode`` change them. vLLM
+        must not be started with a ``--logprobs-mode`` of logits.
+
+        Args:
+            tokens: sequences of at least one token each, of text alone. Servers sample one token more,
+                which must fit ``max_total_tokens``.
+
+        Returns:
+            For each sequence ``[n]`` float32: the log-probability of each token after those before it,
+            0 of the first, minus infinity where the probability is 0.
+
+        Raises:
+            ValueError: if a sequence is empty, too long or not in the vocabulary.
+            TypeError: if tokens are no integers.
+            CompletionsError: if a server refuses, keeps failing, or sends no such log-probabilities.
+            RuntimeError: if the engine is closed.
+        """
+        total = await self._limit.wait()
+        bound, size = f"max_total_tokens={total}", self._vocab_size
+        prompts = [
+            checked_request(each, 1, longest=1, total=total, bound=bound, vocab_size=size)[0]
+            for each in tokens
+        ]
+        fixed = {**_PLAIN, "temperature": 1.0, "prompt_logprobs": 0, "max_tokens": 1}
+        kept = self._body.keys() - {"stop", "min_tokens"}
+        body = {k: self._body[k] for k in kept if self._body[k] is not None} | fixed
+        parse = partial(self._parse, max_new_tokens=1, scores_prompt=True)
+        requests = [self._request(body, each, partial(parse, prompt=each)) for each in prompts]
+        pairs = zip(requests, prompts, strict=True)
+        said = await wait_all(self._post(request, prompt, []) for request, prompt in pairs)
+        return [torch.tensor(x.prompt_log_probs, dtype=torch.float32, device="cpu") for x in said]
 
     def update_weights(self, source: Any = None) -> int:
         """Have ``on_update`` load new weights into the servers, then count the update.

@@ -81,6 +81,7 @@ def to_sglang(
     """
     params = {name: value for name, value in body.items() if name not in _UNSENT}
     params.pop("logprobs", None)
+    scored = {} if params.pop("prompt_logprobs", None) is None else {"logprob_start_len": 0}
     top = {name: params.pop(name) for name in _SGLANG_TOP if name in params}
     # SGLang must tell what it made of a prompt with images.
     shown = {"image_data": list(images), "return_prompt_token_ids": True} if images else {}
@@ -89,6 +90,7 @@ def to_sglang(
         **shown,
         "sampling_params": {_SGLANG_NAMES.get(name, name): params[name] for name in params},
         "return_logprob": True,
+        **scored,
         "stream": False,
         **top,
     }
@@ -113,7 +115,8 @@ def from_vllm(payload: Any) -> Any:
                 ],
                 "token_logprobs": [each.get("logprob") for each in content],
             }
-        choices.append({**choice, "logprobs": logprobs})
+        scored = payload.get("prompt_logprobs")
+        choices.append({**choice, "logprobs": logprobs, "prompt_logprobs": scored})
     return {**payload, "choices": choices}
 
 
@@ -141,6 +144,7 @@ def from_sglang(
         _check_prompt(payload, prompt, spans)
     sampled = info.get("output_token_logprobs")
     token_ids = None if sampled is None else [entry[1] for entry in sampled]
+    scored = info.get("input_token_logprobs")
     said = payload.get("output_ids")
     if said is not None and token_ids is not None and list(said) != token_ids:
         raise MalformedAnswerError(
@@ -154,6 +158,7 @@ def from_sglang(
         "logprobs": None
         if sampled is None
         else {"token_logprobs": [entry[0] for entry in sampled]},
+        "prompt_logprobs": scored and [{str(x[1]): {"logprob": x[0]}} for x in scored],
     }
     # The completions API has the same under another name.
     return {**payload, "metadata": info, "choices": [choice]}

@@ -18,10 +18,10 @@ from tensordict import NestedKey, TensorDictBase
 
 from torchrl_mt.checks import check_at_least
 from torchrl_mt.http_client import HttpClient, HttpError
-from torchrl_mt.objectives.rewards.sources import wait_all
 from torchrl_mt.objectives.rewards.text import Decoder, prompt_mask, texts_of
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
 from torchrl_mt.objectives.rows.reading import read_entry, read_objects
+from torchrl_mt.threads import wait_all
 from torchrl_mt.vision.rows import RAW
 
 _logger = logging.getLogger("torchrl_mt")

@@ -7,18 +7,16 @@ reward, if the source does not apply to its episode.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import as_tensor
+from torchrl_mt.threads import run_all
 
 Scores = Tensor | Sequence[float | None] | Sequence[list[float] | None]
 """Result of a source."""
@@ -26,8 +24,6 @@ Scores = Tensor | Sequence[float | None] | Sequence[list[float] | None]
 RewardSource = Callable[[TensorDictBase], Scores | Awaitable[Scores]]
 """See the module. A source with ``per_episode = True`` gets one row per episode, that of its last turn.
 A ``name`` attribute is its name in metrics and errors."""
-
-_T = TypeVar("_T")
 
 
 def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tensor]:
@@ -49,41 +45,11 @@ def ask(calls: Sequence[tuple[str, RewardSource, TensorDictBase]]) -> list[Tenso
         raise
     waiting = [i for i, answer in enumerate(answers) if inspect.isawaitable(answer)]
     if waiting:
-        for i, answer in zip(waiting, _run([answers[i] for i in waiting]), strict=True):
+        for i, answer in zip(waiting, run_all([answers[i] for i in waiting]), strict=True):
             answers[i] = answer
     return [
         _checked(name, answer, rows) for (name, _, rows), answer in zip(calls, answers, strict=True)
     ]
-
-
-async def wait_all(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Await all and return their results in order; if one fails, cancel the others and raise."""
-    tasks = [asyncio.ensure_future(each) for each in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Run an event loop; in another thread if this one has a running loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(wait_all(awaitables))
-    outcome: Future[list[Any]] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(asyncio.run(wait_all(awaitables)))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # A daemon, so that an interrupt (in a notebook, say) does not wait for the source.
-    threading.Thread(target=run, name="rewards", daemon=True).start()
-    return outcome.result()
 
 
 def _checked(name: str, answer: Any, rows: TensorDictBase) -> Tensor:
