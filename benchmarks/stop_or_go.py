@@ -30,7 +30,7 @@ PAYS = torch.tensor([10.0, 0.0, 1.0, 2.0, 3.0, 4.0])
 TURNS = len(PAYS) - 1
 EPISODES, GROUP, SEEDS = 64, 8, 3
 MODEL = tiny_chat_model("never called")[0]
-"""The maker needs an actor, but takes the sampler's log-probabilities."""
+"""The maker needs an actor, but takes the sampler's log-probabilities (all kinds but ``"otb"``)."""
 
 
 def shares(p: Tensor) -> Tensor:

@@ -382,7 +382,7 @@ def test_teachers_critics_and_trees_agree_with_the_cpu(packed):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["gigpo", "gdpo", "pass_at_k"])
+@pytest.mark.parametrize("kind", ["gigpo", "gdpo", "otb", "pass_at_k"])
 def test_comparisons_agree_with_the_cpu(kind):
     found = []
     for device in ("cuda", "cpu"):

@@ -17,6 +17,7 @@ from torchrl_mt.objectives.functional import (
     gdpo_advantage,
     gigpo_advantage,
     message_states,
+    otb_advantage,
     outcome_advantage,
     turn_gae,
     turn_normalize,
@@ -24,6 +25,7 @@ from torchrl_mt.objectives.functional import (
 )
 from torchrl_mt.objectives.functional.group import GroupKind
 from torchrl_mt.objectives.functional.time.episodes import index_episodes
+from torchrl_mt.scoring.log_probs import row_scores
 
 
 class Critic(nn.Module):
@@ -48,9 +50,11 @@ def entries(batch):
 
 
 def test_the_kinds_are_all_that_there_are():
-    own = {"gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae"}
+    own = {"gdpo", "gigpo", "otb", "turn", "gae", "turn_gae", "bilevel_gae"}
     assert {*get_args(GroupKind), *own} == set(ADVANTAGE_KINDS)
-    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gdpo", "gigpo"} <= set(GROUP_KINDS)
+    assert {"grpo", "opo", "max_rl", "reinforce_baseline", "gdpo", "gigpo", "otb"} <= set(
+        GROUP_KINDS
+    )
     assert not {"batch", "reinforce++"} & set(GROUP_KINDS)
 
 
@@ -174,6 +178,30 @@ def test_turns_are_compared_where_the_environment_said_the_same(model, rows):
     torch.testing.assert_close(out["advantage"].squeeze(-1), expected)
     whole = outcome_advantage(of(gamma=1.0), *where[:-1], "dr_grpo")
     assert not torch.allclose(expected, whole)
+
+
+@pytest.mark.parametrize("old_log_probs", ["sampler", "actor"])
+@pytest.mark.parametrize("packed", [False, True, "tree"])
+def test_each_token_has_the_actors_optimal_baseline(model, rows, old_log_probs, packed):
+    passes, batch = Passes(packed=packed, temperature=0.7), rows(n=12)
+    reward, mask, turns, episode = entries(batch)
+    given = batch["tokens", "full"], batch["masks", "all_attention_mask"], mask
+    *_, norms = row_scores(model, *given, passes=Passes(temperature=0.7), with_norms=True)
+    out = make(model, "otb", gamma=0.9, old_log_probs=old_log_probs, passes=passes)(batch)
+    returns = turn_returns(reward, mask, turns, 0.9, episode=episode)
+    expected = otb_advantage(returns, norms, mask, turns, episode, batch["group"])
+    torch.testing.assert_close(out["advantage"].squeeze(-1), expected, atol=1e-4, rtol=1e-4)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("advantage", [Advantage("otb"), Advantage("gae", bootstrap=True)], ids=str)
+def test_functions_of_rows_are_not_shown_what_is_no_entry(model, rows, advantage):
+    batch = rows(n=12)
+    batch["next", "truncated"] = torch.ones(12, 1, dtype=torch.bool)
+    options = {"critic": Critic(), "advantage": advantage}
+    expected = ExperienceMaker(model, **options)(batch.clone())
+    out = ExperienceMaker(model, **options, process=lambda rows: rows)(batch)
+    assert torch.equal(out["advantage"], expected["advantage"])
 
 
 def by_length(rows):

@@ -34,7 +34,7 @@ WEIGHTS = {
 KINDS = [kind for kind in ADVANTAGE_KINDS if kind != "pass_at_k"]
 """Kinds that maximise the return of single episodes, not the best of several."""
 UNWEIGHTED = [kind for kind in KINDS if kind not in WEIGHTS]
-OVER_TIME = ("turn", *CRITIC_KINDS)
+OVER_TIME = ("turn", "otb", *CRITIC_KINDS)
 """Kinds with a return for each turn; others have one for each episode."""
 
 
@@ -196,7 +196,7 @@ class World:
 
 
 MODEL = make_model()
-"""Never called: the sampler's log-probabilities are taken."""
+"""Called for ``"otb"`` only, which any model's norms must leave right."""
 
 
 def assert_same_direction(got, expected):

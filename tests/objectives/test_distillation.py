@@ -70,7 +70,7 @@ def test_the_divergence_is_that_of_whole_distributions(kind, packed):
     inputs = rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
     expected = reference(actor, teacher, rows, kind)
     for full_logits in (False, True):
-        *_, got = row_scores(
+        *_, got, _ = row_scores(
             actor,
             *inputs,
             passes=Passes(packed=packed),

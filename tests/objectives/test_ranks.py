@@ -39,6 +39,7 @@ ADVANTAGES = (
     "batch",
     "reinforce++",
     "gigpo",
+    "otb",
     "gae",
     "turn_gae",
     "bilevel_gae",

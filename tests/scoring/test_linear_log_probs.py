@@ -60,7 +60,10 @@ def test_values_and_gradients_are_those_of_whole_logits(
     try:
         options = {"scale": scale, "softcap": softcap, "temperature": temperature}
         options["barred"] = barred
-        got = linear_log_probs(hidden, weight, tokens, bias, **options, with_entropy=True)
+        norms = []
+        got = linear_log_probs(
+            hidden, weight, tokens, bias, **options, with_entropy=True, norms=norms
+        )
         gradients = [
             torch.autograd.grad(
                 sum(p * (w * x).sum() for p, w, x in zip(pick, weights, values, strict=True)),
@@ -71,6 +74,11 @@ def test_values_and_gradients_are_those_of_whole_logits(
     finally:
         module.CHUNK_ELEMENTS = old
     close((*got, *gradients[0]), (*expected, *gradients[1]), 1e-10, 1e-10)
+    own = 1 - 2 * expected[0].exp()
+    for j in {*range(v)} - {*barred}:
+        given = hidden, weight, tokens * 0 + j, bias, scale, softcap, temperature, barred
+        own = own + plain(*given)[0].exp().square()
+    close([torch.cat([own[:0], *norms])], [own], 1e-10, 1e-10)
 
 
 def test_barred_tokens_have_no_probability_in_whole_logits_either():

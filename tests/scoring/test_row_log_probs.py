@@ -11,8 +11,9 @@ from tests.scoring.helpers import DEVICES, close, entries
 from tests.settings import grouped
 from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import Passes
+from torchrl_mt.scoring import linear_log_probs, token_log_probs
 from torchrl_mt.scoring.forward import scoring_mode
-from torchrl_mt.scoring.log_probs import row_log_probs, scored_tokens
+from torchrl_mt.scoring.log_probs import row_log_probs, row_scores, scored_tokens
 from torchrl_mt.scoring.values import ValueModel, row_values
 
 
@@ -29,6 +30,27 @@ def by_hand(model, rows, temperature=1.0):
                 log_prob[n, t] = logits[i - 1, tokens[n, t]]
                 entropy[n, t] = -(logits[i - 1].exp() * logits[i - 1]).sum()
     return log_prob, entropy
+
+
+@pytest.mark.parametrize("full_logits", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "tree"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_norms_are_those_of_whole_distributions(
+    model, rows, monkeypatch, full_logits, packed, with_entropy
+):
+    for module in (linear_log_probs, token_log_probs):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 50)
+    tokens, attention, mask = entries(rows(n=9))
+    passes = Passes(packed, temperature=0.7, with_entropy=with_entropy, micro_batch_size=4)
+    given = {"full_logits": full_logits, "passes": passes}
+    *others, got = row_scores(model, tokens, attention, mask, **given, with_norms=True)
+    *plain, none = row_scores(model, tokens, attention, mask, **given)
+    assert none is None
+    close(others[: 1 + with_entropy], plain[: 1 + with_entropy], 0, 0)
+    p = (model(input_ids=tokens).logits / 0.7).softmax(-1)[:, :-1]
+    own = p.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    expected = nn.functional.pad(1 - 2 * own + p.square().sum(-1), (1, 0)) * mask
+    torch.testing.assert_close(got, expected.detach(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -25,6 +25,7 @@ from torchrl_mt.objectives.functional import (
     gigpo_advantage,
     masked_whiten,
     message_states,
+    otb_advantage,
     outcome_advantage,
     turn_gae,
     turn_normalize,
@@ -34,7 +35,7 @@ from torchrl_mt.objectives.functional.group import OVER_BATCH, GroupKind
 from torchrl_mt.objectives.rows.batch import RowBatch
 
 AdvantageKind = (
-    GroupKind | Literal["gdpo", "gigpo", "turn", "gae", "turn_gae", "bilevel_gae", "distill"]
+    GroupKind | Literal["gdpo", "gigpo", "otb", "turn", "gae", "turn_gae", "bilevel_gae", "distill"]
 )
 """Kinds of advantage: of whole episodes within groups, or over time."""
 
@@ -44,10 +45,11 @@ GROUP_KINDS = (
     *(kind for kind in get_args(GroupKind) if kind not in OVER_BATCH),
     "gdpo",
     "gigpo",
+    "otb",
 )
 """Kinds that read the group; the other group kinds compare with the whole batch."""
 _TOO_LARGE = "rewards (or values) are too large for sums in float32; scale them down."
-ADVANTAGE_KINDS = (*get_args(GroupKind), "gdpo", "gigpo", "turn", *CRITIC_KINDS)
+ADVANTAGE_KINDS = (*get_args(GroupKind), "gdpo", "gigpo", "otb", "turn", *CRITIC_KINDS)
 """Kinds that compare rewards: all but ``"distill"``."""
 
 
@@ -70,6 +72,9 @@ class Advantage:
     - ``"gigpo"``: ``"dr_grpo"`` of the episode's undiscounted return, plus that of each turn's return
       among the turns of the group before which the environment said the same
       (:func:`~torchrl_mt.objectives.functional.gigpo_advantage`); not for rows with images;
+    - ``"otb"``: each token's return less that of the group at the token of the same number, weighted by
+      how far the tokens so far move the actor's logits: the optimal token baseline
+      (:func:`~torchrl_mt.objectives.functional.otb_advantage`). The actor scores the rows;
     - ``"gae"``, ``"turn_gae"``, ``"bilevel_gae"``: with the critic, over the whole episode: its sampled
       tokens, its turns, or tokens within turns
       (:func:`~torchrl_mt.objectives.functional.episode_gae`,
@@ -96,7 +101,7 @@ class Advantage:
         step_weight: Weight of the turns in ``"gigpo"``.
         pass_k: How many episodes ``"pass_at_k"`` takes the best of.
         lone_value: Advantage of an episode alone in its group, for the kinds that compare groups (but
-            ``"gdpo"``).
+            ``"gdpo"``); with ``"otb"`` of a token that no other episode of the group is as long as.
         whiten: Normalise the advantages over all sampled tokens of the batch. A row's first token is
             never trained: it does not count and gets 0.
 
@@ -144,6 +149,11 @@ class Advantage:
     def reads_group(self) -> bool:
         """Whether it compares the rows' groups."""
         return self.kind in GROUP_KINDS
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether it needs the gradient norms of the actor's log-probabilities."""
+        return self.kind == "otb"
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ class Credit:
             batch: The rows.
             reward: ``[N, S]`` floating; ``None`` takes the rows' own returns.
             kl_reward: ``[N, S]`` float32, the KL term of the reward.
-            made: The outputs so far, ``[N, S]``, by key name.
+            made: The outputs so far, ``[N, S]``, by key name; and ``"gradient_norm"``, if needed.
             parts: What the reward is made of, as of ``RewardMix.separately``; read by ``"gdpo"``.
 
         Returns:
@@ -241,6 +251,16 @@ class Credit:
         elif self.advantage.kind == "gigpo":
             assert reward is not None
             advantage = self._from_states(batch, reward + kl_reward, returns)
+        elif self.advantage.needs_norms:
+            advantage = otb_advantage(
+                returns,
+                made["gradient_norm"],
+                batch.counted,
+                batch.turns,
+                batch.episode,
+                batch.group(),
+                lone_value=self.advantage.lone_value,
+            )
         elif not self.advantage.needs_critic:
             advantage = self._from_comparison(batch, returns, self.advantage.kind)
         advantage = batch.finite_float("advantage", advantage, batch.scored, hint)

@@ -51,7 +51,7 @@ from torchrl_mt.objectives.warnings import Warnings
 from torchrl_mt.ranks import call_on_all, check_process_group
 from torchrl_mt.scoring.base_policy import base_policy
 from torchrl_mt.scoring.forward import scoring_mode, unwrapped
-from torchrl_mt.scoring.log_probs import causal_lm, row_log_probs, scored_tokens
+from torchrl_mt.scoring.log_probs import causal_lm, row_scores, scored_tokens
 from torchrl_mt.scoring.packing_check import tree_width
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_trees import tree_ratio
@@ -67,6 +67,8 @@ _logger = logging.getLogger("torchrl_mt")
 OldLogProbs = Literal["sampler", "actor"]
 """The policy in the importance ratio's denominator."""
 
+_NO_ENTRIES = ("end_value", "gradient_norm")
+"""Names of scores that are not written into rows."""
 _SAMPLER_FAULT = (
     "the sampler is at fault, or a workflow returned no 'logprobs'; score the rows again with "
     "old_log_probs='actor', or drop the episode."
@@ -317,7 +319,8 @@ class ExperienceMaker(TensorDictModuleBase):
                 reward = self.reward.transformed(reward, whole.episodes, whole.valid)
             rows, number = batch.rows, None
             if self.process:
-                left = process_rows(self.process, whole, scores, reward)
+                said = {name: scores[name] for name in scores if name not in _NO_ENTRIES}
+                left = process_rows(self.process, whole, said, reward)
                 whole, number, reward = left.batch, left.number, left.reward
                 scores = {name: value[number] for name, value in scores.items()}
                 parts = {name: value[number] for name, value in parts.items()}
@@ -430,8 +433,9 @@ class ExperienceMaker(TensorDictModuleBase):
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
             out["sample_log_prob"] = self._sampler_log_probs(batch)
-        if self.old_log_probs == "actor" or self.passes.with_entropy:
-            log_prob, entropy = self._score(self.actor, batch, self.passes)
+        with_norms = self.advantage.needs_norms
+        if self.old_log_probs == "actor" or self.passes.with_entropy or with_norms:
+            log_prob, entropy, norm = self._score(self.actor, batch, self.passes, with_norms)
             if self.old_log_probs == "actor":
                 old = log_prob
                 out["sample_log_prob"] = batch.finite_float(
@@ -439,6 +443,10 @@ class ExperienceMaker(TensorDictModuleBase):
                 )
             if entropy is not None:
                 out["entropy"] = batch.finite_float("entropy", entropy, batch.scored, MODEL_FAULT)
+            if norm is not None:
+                out["gradient_norm"] = batch.finite_float(
+                    "sample_log_prob", norm, batch.scored, MODEL_FAULT
+                )
         if self.ref is not None:
             ref = self._score_other(self.ref, batch)
             out["ref_log_probs"] = batch.finite_float(
@@ -470,7 +478,7 @@ class ExperienceMaker(TensorDictModuleBase):
         parts: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Compute the outputs of scored rows, by key name, and the metrics."""
-        out = dict(scores)
+        out = {name: scores[name] for name in scores if name not in _NO_ENTRIES}
         metrics = sampled_tokens(batch)
         if self.reads_group:
             metrics |= episodes_per_group(batch)
@@ -482,7 +490,7 @@ class ExperienceMaker(TensorDictModuleBase):
             metrics |= summary("kl", out["kl"][batch.scored]) | {"kl_coef": coefficient}
             if coefficient:
                 kl_reward = torch.where(batch.counted, -coefficient * out["kl"], 0.0)
-        if (end := out.pop("end_value", None)) is not None:
+        if (end := scores.get("end_value")) is not None:
             kl_reward = kl_reward + self.credit.end_discount * end
         if reward is not None and not self.own_reward:
             out["shaped_reward"] = reward
@@ -493,7 +501,7 @@ class ExperienceMaker(TensorDictModuleBase):
                 outcome = batch.episode_scores(reward)
             metrics |= groups_without_spread(batch, outcome)
         advantage, out["value_target"] = self.credit.advantage_and_return(
-            batch, reward, kl_reward, out, parts
+            batch, reward, kl_reward, {**scores, **out}, parts
         )
         out["advantage"] = advantage.unsqueeze(-1)
         weight = batch.rows.get(batch.keys.weight, None) if self.process else None
@@ -506,11 +514,14 @@ class ExperienceMaker(TensorDictModuleBase):
         return out, metrics
 
     def _score(
-        self, model: nn.Module, batch: RowBatch, passes: Passes
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the log-probabilities of sampled tokens and, if asked, the entropies."""
+        self, model: nn.Module, batch: RowBatch, passes: Passes, with_norms: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute the log-probabilities of sampled tokens and, if asked, entropies and norms."""
         with scoring_mode(model):
-            return row_log_probs(model, *batch.inputs, images=batch.images, passes=passes)
+            log_prob, entropy, _, norm = row_scores(
+                model, *batch.inputs, images=batch.images, passes=passes, with_norms=with_norms
+            )
+        return log_prob, entropy, norm
 
     def _score_other(
         self, model: nn.Module | TokenScorer | Literal["base"], batch: RowBatch

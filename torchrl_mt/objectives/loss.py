@@ -453,7 +453,7 @@ class MultiTurnLoss(LossModule):
         )
         # Without a bonus the entropy is only reported: no gradient reaches it.
         imitated = rows.get("sft_mask")
-        log_prob, entropy, divergence = row_scores(
+        log_prob, entropy, divergence, _ = row_scores(
             self.actor_network,
             rows["action"],
             rows["attention_mask"],

@@ -38,6 +38,7 @@ def linear_log_probs(
     with_entropy: bool = False,
     dtype: torch.dtype | None = None,
     barred: Sequence[int] = (),
+    norms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Score tokens under ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``.
 
@@ -56,6 +57,8 @@ def linear_log_probs(
         dtype: Type of the matrix products; by default autocast's where it is on, else that of
             ``hidden``. All else is in float32.
         barred: Tokens in [0, V) that are never sampled: their probability is 0.
+        norms: A list to which each chunk's squared norms ``[k]`` of the log-probabilities' gradients by
+            the logits are added: ``1 - 2 p[y] + sum of p ** 2``, without gradient.
 
     Returns:
         Log-probabilities, and entropies or ``None``: ``[K]`` float32 (float64 if computed in it).
@@ -79,9 +82,8 @@ def linear_log_probs(
     if dtype is None:
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-    log_prob, entropy = _LinearLogProbs.apply(
-        hidden, weight, bias, tokens, dtype, scale, softcap, temperature, with_entropy, barred
-    )
+    options = dtype, scale, softcap, temperature, with_entropy, barred, norms
+    log_prob, entropy = _LinearLogProbs.apply(hidden, weight, bias, tokens, *options)
     return log_prob, entropy if with_entropy else None
 
 
@@ -101,6 +103,7 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         barred: Sequence[int],
+        norms: list[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         log_prob, log_sum, entropy = empty_scores(
             hidden.new_empty(0, dtype=dtype), len(target), with_entropy
@@ -111,7 +114,7 @@ class _LinearLogProbs(torch.autograd.Function):
             w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
             for part in chunks(len(target), len(weight), CHUNK_ELEMENTS):
                 x, _ = _logits(ctx, hidden[part].to(dtype), w, b, with_slope=False)
-                score_chunk(x, target, part, log_prob, log_sum, entropy)
+                score_chunk(x, target, part, log_prob, log_sum, entropy, norms)
         ctx.save_for_backward(hidden, weight, bias, target, log_sum, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -125,7 +128,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, log_sum, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 10
+            return (None,) * 11
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = wide(ctx.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -155,7 +158,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 8
 
 
 def _logits(

@@ -105,10 +105,9 @@ def row_log_probs(
         TypeError: If a mask is not boolean, ``actor`` is no language model, it returns no logits or
             takes no ``images``.
     """
-    log_prob, entropy, _ = row_scores(
+    return row_scores(
         actor, tokens, attention_mask, mask, full_logits=full_logits, images=images, passes=passes
-    )
-    return log_prob, entropy
+    )[:2]
 
 
 def row_scores(
@@ -121,8 +120,13 @@ def row_scores(
     images: RowImages | None = None,
     passes: Passes | None = None,
     distillation: Distillation | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute :func:`row_log_probs`, and the divergence from a teacher or ``None``: ``[N, S]``."""
+    with_norms: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute :func:`row_log_probs`, and two further scores or ``None``, all ``[N, S]``.
+
+    These are the divergence from a teacher, and the squared norms of the log-probabilities' gradients by
+    the logits (``norms`` of :func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`).
+    """
     model = causal_lm(actor)
     passes = Passes.checked(passes)
     top = None
@@ -130,11 +134,12 @@ def row_scores(
         top = _top_tokens(distillation, tokens, attention_mask, mask, images, passes)
         full_logits |= is_sharded(model)
     places: list[Tensor] = []
-    scores: list[list[Tensor]] = [[], [], []]
+    scores: list[list[Tensor]] = [[], [], [], []]
     for step in passes_over(model, tokens, attention_mask, mask, passes, images):
         places.append(step.place)
-        found = _run(model, step, passes, full_logits)
-        log_prob, entropy = _score(model, step, found, passes)
+        norms: list[Tensor] | None = [] if with_norms else None
+        found = _run(model, step, passes, full_logits, norms)
+        log_prob, entropy = _score(model, step, found, passes, norms)
         scores[0].append(log_prob)
         if entropy is not None:
             scores[1].append(entropy)
@@ -142,12 +147,14 @@ def row_scores(
             ids, teacher = top.at(step.place, log_prob.device)
             _, policy = _score_several(model, step, found, passes, ids)
             scores[2].append(top_divergence(policy, teacher, distillation.kind))
+        if norms is not None:
+            scores[3].append(torch.cat([log_prob.new_empty(0), *norms]))
     log_prob, *others = (put_back(each, places if each else [], tokens) for each in scores)
-    entropy, divergence = (
-        x if wanted else None
-        for x, wanted in zip(others, (passes.with_entropy, top is not None), strict=True)
+    asked = passes.with_entropy, top is not None, with_norms
+    entropy, divergence, norm = (
+        x if wanted else None for x, wanted in zip(others, asked, strict=True)
     )
-    return log_prob, entropy, divergence
+    return log_prob, entropy, divergence, norm
 
 
 def _top_tokens(
@@ -176,7 +183,11 @@ def _top_tokens(
 
 
 def _run(
-    model: nn.Module, step: ForwardPass, passes: Passes, full_logits: bool
+    model: nn.Module,
+    step: ForwardPass,
+    passes: Passes,
+    full_logits: bool,
+    norms: list[Tensor] | None = None,
 ) -> OutputStates | Tensor | tuple[Tensor, Tensor | None]:
     """Run a pass: states, logits, or the scores of a model that is whole only inside its pass."""
     if full_logits:
@@ -186,7 +197,7 @@ def _run(
             model,
             step.inputs,
             passes.dtype,
-            lambda states: _score_states(model, step, states, passes),
+            lambda states: _score_states(model, step, states, passes, norms),
         )
     return output_states(model, step.inputs, passes.dtype)
 
@@ -202,12 +213,15 @@ def _score(
     step: ForwardPass,
     found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
     passes: Passes,
+    norms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Score the sampled tokens of a pass: ``[K]`` log-probabilities, and entropies if asked for."""
     if isinstance(found, tuple):
         return found
+    if norms:
+        norms.clear()  # Of states that were not those of the model's logits.
     if isinstance(found, OutputStates):
-        return _score_states(model, step, found, passes)
+        return _score_states(model, step, found, passes, norms)
     logits, state = found.flatten(0, 1), step.state.to(found.device)
     if passes.packed == "tree":  # Several tokens may follow one state.
         logits, state = logits[state], torch.arange(len(state), device=found.device)
@@ -218,11 +232,16 @@ def _score(
         temperature=passes.temperature,
         with_entropy=passes.with_entropy,
         barred=_barred(model, found.shape[-1]),
+        norms=norms,
     )
 
 
 def _score_states(
-    model: nn.Module, step: ForwardPass, states: OutputStates, passes: Passes
+    model: nn.Module,
+    step: ForwardPass,
+    states: OutputStates,
+    passes: Passes,
+    norms: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     hidden = states.hidden.flatten(0, 1)
     return linear_log_probs(
@@ -236,6 +255,7 @@ def _score_states(
         with_entropy=passes.with_entropy,
         dtype=passes.head_dtype or passes.dtype,
         barred=_barred(model, len(states.weight)),
+        norms=norms,
     )
 
 

@@ -92,11 +92,13 @@ def log_probs_at(
     temperature: float = 1.0,
     with_entropy: bool = False,
     barred: Sequence[int] = (),
+    norms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies (or ``None``) of tokens at chosen positions.
 
     ``tokens`` and ``position`` are ``[K]``, without duplicate positions; ``logits`` are ``[T, V]``.
-    ``barred`` tokens of the vocabulary have probability 0.
+    ``barred`` tokens of the vocabulary have probability 0; ``norms`` is that of
+    :func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`.
 
     Examples:
         >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
@@ -104,7 +106,9 @@ def log_probs_at(
     """
     check_shape("tokens", tokens, position.shape)
     check_positive("temperature", temperature)
-    log_prob, entropy = _LogProbs.apply(logits, tokens, position, temperature, with_entropy, barred)
+    log_prob, entropy = _LogProbs.apply(
+        logits, tokens, position, temperature, with_entropy, barred, norms
+    )
     return log_prob, entropy if with_entropy else None
 
 
@@ -117,12 +121,12 @@ def _apply(
     check_positive("temperature", temperature)
     flat, target = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
     if mask is None:
-        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy, ())
+        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy, (), None)
         return log_prob.view(shape), entropy.view(shape if with_entropy else -1)
     check_mask("mask", mask, shape)
     position = mask.reshape(-1).nonzero().squeeze(-1)
     log_prob, entropy = _LogProbs.apply(
-        flat, target[position], position, temperature, with_entropy, ()
+        flat, target[position], position, temperature, with_entropy, (), None
     )
     zeros = log_prob.new_zeros(flat.shape[0])
     log_prob = zeros.index_copy(0, position, log_prob).view(shape)
@@ -143,11 +147,12 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         barred: Sequence[int],
+        norms: list[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         log_prob, log_sum, entropy = empty_scores(logits, len(target), with_entropy)
         for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
             x = bar(_select(logits, position, part, temperature), barred)
-            score_chunk(x, target, part, log_prob, log_sum, entropy)
+            score_chunk(x, target, part, log_prob, log_sum, entropy, norms)
         ctx.save_for_backward(logits, target, position, log_sum, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -162,7 +167,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         logits, target, position, log_sum, entropy = ctx.saved_tensors
         if not ctx.needs_input_grad[0] or (grad_log_prob is None and grad_entropy is None):
-            return (None,) * 6
+            return (None,) * 7
         grad = torch.empty_like(logits) if position is None else torch.zeros_like(logits)
         for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
             x = bar(_select(logits, position, part, ctx.temperature), ctx.barred)
@@ -171,7 +176,7 @@ class _LogProbs(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 out /= ctx.temperature
             grad[part if position is None else position[part]] = out.to(grad.dtype)
-        return grad, *(None,) * 5
+        return grad, *(None,) * 6
 
 
 def chunks(size: int, vocabulary: int, elements: int) -> list[slice]:
@@ -200,14 +205,28 @@ def empty_scores(like: Tensor, size: int, with_entropy: bool) -> tuple[Tensor, T
 
 
 def score_chunk(
-    x: Tensor, target: Tensor, part: slice, log_prob: Tensor, log_sum: Tensor, entropy: Tensor
+    x: Tensor,
+    target: Tensor,
+    part: slice,
+    log_prob: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    norms: list[Tensor] | None = None,
 ) -> None:
     """Write the scores of one part; its logits ``x`` are overwritten."""
     log_sum[part] = x.logsumexp(-1)
     log_prob[part] = x.gather(-1, target[part, None]).squeeze(-1) - log_sum[part]
+    if not len(entropy) and norms is None:
+        return
+    x -= log_sum[part, None]
+    p = x.exp()
+    if norms is not None:
+        # d log p[y] / dx = onehot(y) - p, without a second copy of p.
+        own = p.gather(-1, target[part, None])
+        p.scatter_(-1, target[part, None], log_prob[part, None].expm1())
+        norms.append(torch.linalg.vector_norm(p, dim=-1).square())
+        p.scatter_(-1, target[part, None], own)
     if len(entropy):
-        x -= log_sum[part, None]
-        p = x.exp()
         entropy[part] = -p.mul_(_finite_(x)).sum(-1)
 
 

@@ -26,6 +26,7 @@ from torchrl_mt.objectives.functional.gdpo import gdpo_advantage
 from torchrl_mt.objectives.functional.gigpo import gigpo_advantage, message_states
 from torchrl_mt.objectives.functional.group import GROUP_ESTIMATORS, group_advantage
 from torchrl_mt.objectives.functional.kl import kl_estimate
+from torchrl_mt.objectives.functional.otb import otb_advantage
 from torchrl_mt.objectives.functional.outcome import outcome_advantage
 from torchrl_mt.objectives.functional.policy.cispo import cispo
 from torchrl_mt.objectives.functional.policy.covariance import clip_cov, kl_cov
@@ -100,6 +101,7 @@ __all__ = [
     "merge_totals",
     "message_states",
     "off_policy_mask",
+    "otb_advantage",
     "outcome_advantage",
     "overlong_penalty",
     "ppo",
