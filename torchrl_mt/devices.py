@@ -13,14 +13,16 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
         >>> on_cpu(torch.tensor([1, 2]), torch.tensor(True))
         [tensor([1, 2]), tensor(True)]
     """
-    if any(x.device != tensors[0].device for x in tensors) or tensors[0].is_cpu:
+    away = [x.detach() for x in tensors if not x.is_cpu]
+    if len(away) < 2 or any(x.device != away[0].device for x in away):
         return [x.detach().cpu() for x in tensors]
-    parts = [x.detach().reshape(-1).view(torch.uint8) for x in tensors]
+    parts = [x.reshape(-1).view(torch.uint8) for x in away]
     joined = torch.cat(parts).cpu().split([len(part) for part in parts])
     # Copies, because a view of another type must begin at a multiple of its size.
-    return [
-        part.clone().view(x.dtype).view(x.shape) for part, x in zip(joined, tensors, strict=True)
-    ]
+    copies = (
+        part.clone().view(x.dtype).view(x.shape) for part, x in zip(joined, away, strict=True)
+    )
+    return [x.detach() if x.is_cpu else next(copies) for x in tensors]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
