@@ -250,7 +250,7 @@ class MergeTurns(Transform):
             if value is not None:
                 out.set(key, value)
             elif key not in _USUAL:
-                out.set(key, self._missing_column(data, key, len(row_last)))
+                out.set(key, self._missing_column(tensordict, key, len(row_last)))
         return out
 
     def _missing_column(self, batch: TensorDictBase, key: NestedKey, count: int) -> NonTensorStack:
