@@ -48,6 +48,7 @@ from torchrl_mt.objectives.functional.policy.objectives import (
 from torchrl_mt.objectives.idle_updates import IdleUpdates
 from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.loss_inputs import (
+    OnHost,
     check_outputs,
     check_total,
     counted_tokens,
@@ -450,12 +451,14 @@ class MultiTurnLoss(LossModule):
         passes = replace(
             self.passes, micro_batch_size=None, micro_batch_tokens=None, with_entropy=True
         )
+        ids, attended, trained, scored = part.on_host
         # Without a bonus the entropy is only reported: no gradient reaches it.
         imitated = rows.get("sft_mask")
         log_prob, entropy, divergence = row_scores(
             self.actor_network,
-            *part.on_host[:2],
-            part.on_host[-1],
+            ids,
+            attended,
+            scored,
             images=part.images,
             passes=passes,
             distillation=self.distillation,
@@ -504,7 +507,9 @@ class MultiTurnLoss(LossModule):
         if self.value_loss is not None:
             value = row_values(
                 self.value_loss.critic,
-                *part.on_host[:3],
+                ids,
+                attended,
+                trained,
                 images=part.images,
                 passes=passes,
                 device=mask.device,
@@ -527,12 +532,13 @@ class MultiTurnLoss(LossModule):
         one_pass = passes.dtype is torch.float16 or any(map(exchanges_gradients, models))
         if one_pass or any(map(has_gradient_hooks, self.parameters())) or not len(whole.mask):
             return []
-        lengths = whole.on_host[1].sum(-1)
+        tokens, attended, _, _ = whole.on_host
+        lengths = attended.sum(-1)
         if passes.micro_batch_tokens == "auto":
             limit = self._find_limit(whole, total, lengths, models)
             passes = replace(passes, micro_batch_tokens=limit)
         if passes.packed == "tree":
-            return cut_trees(*whole.on_host[:2], passes, tree_width(self.actor_network))
+            return cut_trees(tokens, attended, passes, tree_width(self.actor_network))
         return cut(lengths, passes)
 
     def _find_limit(
@@ -576,8 +582,7 @@ class _Rows:
     """Entries ``[N, ...]`` by their names in ``set_keys``; ``"correction"``: off-policy weights."""
     mask: Tensor
     """``[N, S]`` bool, the trained tokens."""
-    on_host: list[Tensor]
-    """On the CPU: tokens, attention mask, ``mask``, and that of all tokens to score if it differs."""
+    on_host: OnHost
     images: RowImages | None
 
     def at(self, index: Tensor) -> _Rows:
@@ -588,7 +593,9 @@ class _Rows:
         if images is not None:
             own = sent(index, images.first.device)
             images = replace(images, first=images.first[own], count=images.count[own])
-        return _Rows(entries, self.mask[there], [x[index] for x in self.on_host], images)
+        tokens, attended, trained, scored = (x[index] for x in self.on_host)
+        on_host = tokens, attended, trained, scored
+        return _Rows(entries, self.mask[there], on_host, images)
 
 
 def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:

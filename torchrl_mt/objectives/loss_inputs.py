@@ -40,6 +40,8 @@ FLOATING = (
 """Entries that are converted to float32 and must be finite on the tokens that count."""
 LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
 """Entries that are log-probabilities."""
+OnHost = tuple[Tensor, Tensor, Tensor, Tensor]
+"""``[N, S]`` on the CPU: tokens, attention mask, trained tokens, and all tokens to score."""
 _FIX = "Drop these rows, or fix what wrote them."
 
 
@@ -49,12 +51,11 @@ def read_inputs(
     names: Iterable[str],
     loss_masks: Sequence[NestedKey],
     temperature: float,
-) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
+) -> tuple[dict[str, Tensor], Tensor, OnHost]:
     """Read the entries ``names`` of ``keys``, and ``"weight"`` where present.
 
     Returns the entries by name, floating ones as ``[N, S]`` float32; the mask of
-    :func:`counted_tokens`; and on the CPU tokens, attention mask and this mask, followed by that of all
-    tokens to score if some are imitated.
+    :func:`counted_tokens`; and what is read on the CPU.
     """
     default = type(keys)()
     rows = {
@@ -82,11 +83,11 @@ def read_inputs(
         copied.append(mask | rows["sft_mask"])
     if (sampled := tensordict.get(keys.sampling_temperature, None)) is not None:
         copied.append(sampled)
-    on_host = _check_values(rows, mask, keys, copied)
+    tokens, attended, trained, *others = _check_values(rows, mask, keys, copied)
     if sampled is not None:
-        sampled = on_host.pop()
-        check_temperature(keys.sampling_temperature, sampled, temperature, on_host[2].any(-1))
-    return rows, mask, on_host
+        sampled = others.pop()
+        check_temperature(keys.sampling_temperature, sampled, temperature, trained.any(-1))
+    return rows, mask, (tokens, attended, trained, others[0] if others else trained)
 
 
 def counted_tokens(
