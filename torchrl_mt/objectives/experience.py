@@ -363,7 +363,7 @@ class ExperienceMaker(TensorDictModuleBase):
         # Of the rows of this process: those of all ranks have no images.
         self.credit.check_states(batch)
         key = batch.keys.sampling_temperature
-        sampled = batch.get("sampling_temperature")
+        sampled = batch.on_host.get(key, None)
         check_temperature(key, sampled, self.passes.temperature, batch.counted.any(-1))
         if not self.process:
             check_writable(rows, self.out_keys)
@@ -496,8 +496,9 @@ class ExperienceMaker(TensorDictModuleBase):
             batch, reward, kl_reward, out, parts
         )
         out["advantage"] = advantage.unsqueeze(-1)
-        weight = batch.get("weight") if self.process else None
+        weight = batch.rows.get(batch.keys.weight, None) if self.process else None
         if weight is not None:
+            weight = weight.cpu()
             kept = (weight > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
         self._warnings.of_advantage(batch, advantage, weight)

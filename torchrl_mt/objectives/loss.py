@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -454,15 +454,9 @@ class MultiTurnLoss(LossModule):
         ids, attended, trained, scored = part.on_host
         # Without a bonus the entropy is only reported: no gradient reaches it.
         imitated = rows.get("sft_mask")
+        given: dict[str, Any] = {"images": part.images, "passes": passes, "device": mask.device}
         log_prob, entropy, divergence = row_scores(
-            self.actor_network,
-            ids,
-            attended,
-            scored,
-            images=part.images,
-            passes=passes,
-            distillation=self.distillation,
-            device=mask.device,
+            self.actor_network, ids, attended, scored, distillation=self.distillation, **given
         )
         assert entropy is not None
 
@@ -505,15 +499,7 @@ class MultiTurnLoss(LossModule):
         if self.entropy_coef is not None:
             losses["loss_entropy"] = -entropy_coefficient(self.entropy_coef) * reduce(entropy)
         if self.value_loss is not None:
-            value = row_values(
-                self.value_loss.critic,
-                ids,
-                attended,
-                trained,
-                images=part.images,
-                passes=passes,
-                device=mask.device,
-            )
+            value = row_values(self.value_loss.critic, ids, attended, trained, **given)
             error, tokens["value_clipped"] = value_loss(
                 value,
                 rows["value_target"],

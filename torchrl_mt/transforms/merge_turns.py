@@ -39,15 +39,8 @@ _RESPONSE = ("tokens", "response")
 _PARENT = ("turn", "parent")
 _TEMPERATURE = ("sampling", "temperature")
 _FLAGS = tuple(("next", name) for name in ("done", "terminated", "truncated"))
-_COLUMNS = (
-    *_FLAGS,
-    _PARENT,
-    "group",
-    ("next", "reward"),
-    ("next", "return"),
-    _TEMPERATURE,
-    "valid",
-)
+_REWARD, _RETURN = ("next", "reward"), ("next", "return")
+_COLUMNS = (*_FLAGS, _PARENT, "group", _REWARD, _RETURN, _TEMPERATURE, "valid")
 _LEAVES = (_PROMPT, _RESPONSE, ("log_probs", "response"), ("versions", "response"))
 _USUAL = ("label", "reference")
 """Entries that are carried by default; a batch may lack them."""
@@ -215,14 +208,14 @@ class MergeTurns(Transform):
             oldest = full.where(rows["masks", "all_assistant_mask"], newest[:, None]).amin(-1)
             rows["versions", "full"] = full
             rows["versions", "oldest"], rows["versions", "newest"] = oldest, newest
-        reward = _column(data, ("next", "reward"))
+        reward = _column(data, _REWARD)
         if reward is not None:
             # The rewards of several turns may be on one token: they add up.
             rewards = torch.zeros(shape, device="cpu")
             place = _reward_places(first, start + prompt_size, size)
             rewards.view(-1).index_add_(0, place, reward.float())
             rows["rewards", "full"] = rewards
-        returns = _column(data, ("next", "return"))
+        returns = _column(data, _RETURN)
         if returns is not None:
             values = returns.float().repeat_interleave(size)
             rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
@@ -333,13 +326,9 @@ def _read(tensordict: TensorDictBase, traj_key: NestedKey) -> _Turns:
     """Read turns; from another device in one copy, in which prompts that share memory are once."""
     found = {key: tensordict.get(key, None) for key in (traj_key, *_COLUMNS)}
     found |= {key: tensordict.get(key, None, as_list=True) for key in _LEAVES}
-    parts = {
-        key: [value] if isinstance(value, Tensor) else value
-        for key, value in found.items()
-        if isinstance(value, Tensor) or (isinstance(value, list) and isinstance(value[0], Tensor))
-    }
-    tokens = parts.get(_RESPONSE)
-    device = torch.device("cpu") if tokens is None else tokens[0].device
+    parts = {key: [x] if isinstance(x, Tensor) else x for key, x in found.items()}
+    parts = {key: part for key, part in parts.items() if isinstance(part, list)}
+    device = parts[_RESPONSE][0].device if _RESPONSE in parts else torch.device("cpu")
     if all(part[0].is_cpu for part in parts.values()):
         return _Turns(tensordict, device, found)
 
@@ -347,12 +336,11 @@ def _read(tensordict: TensorDictBase, traj_key: NestedKey) -> _Turns:
         return (x.data_ptr(), x.dtype) if x.ndim == 1 and x.is_contiguous() else id(x)
 
     longest: dict[Any, Tensor] = {}
-    for x in chain(*parts.values()):
-        if x.numel() >= longest.setdefault(place(x), x).numel():
-            longest[place(x)] = x
+    for x in sorted(chain(*parts.values()), key=Tensor.numel):
+        longest[place(x)] = x
     copies = dict(zip(longest, on_cpu(*longest.values()), strict=True))
     for key, part in parts.items():
-        ours = [copies[place(x)][: len(x)] if x.ndim else copies[place(x)] for x in part]
+        ours = [copies[place(x)][: x.shape[0]] if x.ndim else copies[place(x)] for x in part]
         found[key] = ours[0] if isinstance(found[key], Tensor) else ours
     return _Turns(tensordict, device, found)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
@@ -36,7 +36,7 @@ class RowBatch:
 
     rows: TensorDictBase
     on_host: TensorDictBase
-    """The rows' entries, but for outputs, on the CPU; ``rows`` if they are there."""
+    """The rows, with what is always read on the CPU; ``rows`` itself if it is there."""
     keys: ExperienceKeys
     tokens: Tensor
     """``[N, S]`` int64."""
@@ -71,17 +71,7 @@ class RowBatch:
     @property
     def episode_id(self) -> Tensor:
         """Episode ids as in the rows, ``[N]``; copies share one."""
-        return self._read("episode")
-
-    def get(self, name: str) -> Tensor | None:
-        """Read the entry of the named key on the CPU; ``None`` if the rows lack it."""
-        value = self.on_host.get(getattr(self.keys, name), None)
-        value = self.rows.get(getattr(self.keys, name), None) if value is None else value
-        return value if value is None else value.cpu()
-
-    def _read(self, name: str) -> Tensor:
-        value = self.get(name)
-        return _read(self.rows, self.keys, name) if value is None else value
+        return _read(self.on_host, self.keys, "episode")
 
     @property
     def counted(self) -> Tensor:
@@ -119,14 +109,14 @@ class RowBatch:
 
     def read(self, name: str) -> Tensor:
         """Read the entry of the named key: real numbers ``[N, S]``."""
-        value = self._read(name)
+        value = _read(self.on_host, self.keys, name)
         check_like(getattr(self.keys, name), value, self.keys.action, self.mask.shape)
         check_real(getattr(self.keys, name), value)
         return value
 
     def group(self) -> Tensor:
         """Read each row's group id, ``[N]``; rows of one episode must share it."""
-        group = self._read("group")
+        group = _read(self.on_host, self.keys, "group")
         _check_integers(self.keys.group, group)
         check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
         of_row = self.episodes.of_row
@@ -143,7 +133,7 @@ class RowBatch:
 
     def truncated(self) -> Tensor:
         """Read whether each row's episode was truncated, ``[N]`` bool."""
-        truncated = self._read("truncated")
+        truncated = _read(self.on_host, self.keys, "truncated")
         if truncated.shape == (len(self.mask), 1):
             truncated = truncated.squeeze(-1)
         check_mask(f"the entry {self.keys.truncated!r} of rows", truncated, self.episode.shape)
@@ -219,11 +209,7 @@ def read_batch(
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
     on_host = _on_host(rows, keys)
-    entries = [on_host.get(getattr(keys, name), None) for name in names]
-    entries = [
-        _read(rows, keys, name) if entry is None else entry
-        for name, entry in zip(names, entries, strict=True)
-    ]
+    entries = [_read(on_host, keys, name) for name in names]
     tokens, attention_mask, mask, turns = entries
     for name in ("action", "turns", "episode", "episode_index", "fork"):
         _check_integers(getattr(keys, name), rows.get(getattr(keys, name), None))
@@ -266,17 +252,16 @@ def read_batch(
 
 
 def _on_host(rows: TensorDictBase, keys: ExperienceKeys) -> TensorDictBase:
-    """Copy the entries that are read, if they are not on the CPU; columns of objects are shared."""
+    """Copy rows shallowly, and to the CPU their entries but for outputs; or return rows there."""
     names = [field.name for field in fields(keys)]
-    read = names[: names.index("sample_log_prob")]
-    entries = {getattr(keys, name): rows.get(getattr(keys, name), None) for name in read}
-    tensors = {key: x for key, x in entries.items() if isinstance(x, Tensor)}
-    if all(x.is_cpu for x in tensors.values()):
+    read = [getattr(keys, name) for name in names[: names.index("sample_log_prob")]]
+    entries = {key: x for key in read if isinstance(x := rows.get(key, None), Tensor)}
+    if all(x.is_cpu for x in entries.values()):
         return rows
-    copies = dict(zip(tensors, on_cpu(*tensors.values()), strict=True))
-    return TensorDict(
-        {k: x for k, x in (entries | copies).items() if x is not None}, rows.batch_size
-    )
+    out = rows.copy().clear_device_()
+    for key, x in zip(entries, on_cpu(*entries.values()), strict=True):
+        out.set(key, x)
+    return out
 
 
 def _put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
@@ -325,4 +310,4 @@ def _check_turns(
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:
     """Read the entry of the named key."""
     hint = "; old_log_probs='actor' does without" if name == "sampler_log_prob" else ""
-    return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint)
+    return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint).cpu()
