@@ -54,8 +54,8 @@ def read_inputs(
 ) -> tuple[dict[str, Tensor], Tensor, OnHost]:
     """Read the entries ``names`` of ``keys``, and ``"weight"`` where present.
 
-    Returns the entries by name, floating ones as ``[N, S]`` float32; the mask of
-    :func:`counted_tokens`; and what is read on the CPU.
+    Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of
+    :func:`counted_tokens`.
     """
     default = type(keys)()
     rows = {
@@ -143,9 +143,7 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
     """
     old, sampler = rows["sample_log_prob"], rows["sampler_log_prob"]
     compared = mask & ((old != 0) | (sampler != 0))
-    has_compared, differ = torch.stack(
-        [compared.any(), (compared & (old != sampler)).any()]
-    ).tolist()
+    has_compared, differ = on_cpu(compared.any(), (compared & (old != sampler)).any())
     if has_compared and not differ:
         _logger.warning(
             "%r equals %r on all trained tokens: there is nothing to correct, and all weights are 1. "
@@ -154,7 +152,7 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
             keys.sample_log_prob,
             keys.sampler_log_prob,
         )
-    return has_compared
+    return bool(has_compared)
 
 
 def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:

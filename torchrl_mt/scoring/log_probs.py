@@ -124,10 +124,7 @@ def row_scores(
     distillation: Distillation | None = None,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute :func:`row_log_probs`, and the divergence from a teacher or ``None``: ``[N, S]``.
-
-    The results are on ``device``, by default that of ``tokens``.
-    """
+    """Compute :func:`row_log_probs`, and the divergence from a teacher or ``None``; on ``device``."""
     model = causal_lm(actor)
     passes = Passes.checked(passes)
     top = None
@@ -147,8 +144,7 @@ def row_scores(
             ids, teacher = top.at(step.place, log_prob.device)
             _, policy = _score_several(model, step, found, passes, ids)
             scores[2].append(top_divergence(policy, teacher, distillation.kind))
-    there = tokens.shape, device or tokens.device
-    log_prob, *others = (put_back(each, places, *there) for each in scores)
+    log_prob, *others = (put_back(each, places, tokens, device) for each in scores)
     entropy, divergence = (
         x if wanted else None
         for x, wanted in zip(others, (passes.with_entropy, top is not None), strict=True)

@@ -186,16 +186,17 @@ def forward_passes(
 
 
 def put_back(
-    values: list[Tensor], places: list[Tensor], shape: torch.Size, device: torch.device
+    values: list[Tensor], places: list[Tensor], tokens: Tensor, device: torch.device | None = None
 ) -> Tensor:
-    """Scatter the passes' values ``[K]`` to rows ``[N, S]``, float32 on a device, zero elsewhere.
+    """Scatter the passes' values ``[K]`` to rows: ``[N, S]`` float32, zero elsewhere.
 
-    ``places`` has each pass's :attr:`ForwardPass.place`.
+    ``places`` has each pass's :attr:`ForwardPass.place`; ``tokens`` are the rows. The result is on
+    ``device``, by default theirs.
     """
-    out = torch.zeros(shape.numel(), device=device)
+    out = torch.zeros(tokens.numel(), device=device or tokens.device)
     if values:
-        out = out.index_copy(0, sent(torch.cat(places), device), torch.cat(values).to(out))
-    return out.view(shape)
+        out = out.index_copy(0, sent(torch.cat(places), out.device), torch.cat(values).to(out))
+    return out.view(tokens.shape)
 
 
 def pass_over(

@@ -176,7 +176,7 @@ def row_values(
         value = _values(run_model(critic, step.inputs, passes.dtype), shape)
         places.append(step.place)
         values.append(value.flatten()[sent(step.state, value.device)])
-    return put_back(values, places, tokens.shape, device or tokens.device)
+    return put_back(values, places, tokens, device)
 
 
 def check_critic(critic: nn.Module) -> None:

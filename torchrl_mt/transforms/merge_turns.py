@@ -312,14 +312,11 @@ def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Turns:
-    """What rows are made of, on the CPU."""
+    """Turns as given, the device of their tokens, and on the CPU what rows are made of, by key."""
 
     batch: TensorDictBase
-    """The turns as given."""
     device: torch.device
-    """The device of their tokens."""
     entries: dict[NestedKey, Any]
-    """Their columns, and the leaves' vectors of each turn, of those that are there."""
 
 
 def _read(tensordict: TensorDictBase, traj_key: NestedKey) -> _Turns:

@@ -1,7 +1,6 @@
 """A batch of training rows whose entries were read and checked before anything is computed.
 
-All that is read is copied to the CPU at once, wherever the rows are: reading it there piece by piece
-would wait for the device each time.
+What is read is copied to the CPU at once: piece by piece, each would wait for the rows' device.
 """
 
 from __future__ import annotations
@@ -253,11 +252,12 @@ def read_batch(
 
 def _on_host(rows: TensorDictBase, keys: ExperienceKeys) -> TensorDictBase:
     """Copy rows shallowly, and to the CPU their entries but for outputs; or return rows there."""
+    tokens = rows.get(keys.action, None)
+    if not isinstance(tokens, Tensor) or tokens.is_cpu:
+        return rows
     names = [field.name for field in fields(keys)]
     read = [getattr(keys, name) for name in names[: names.index("sample_log_prob")]]
     entries = {key: x for key in read if isinstance(x := rows.get(key, None), Tensor)}
-    if all(x.is_cpu for x in entries.values()):
-        return rows
     out = rows.copy().clear_device_()
     for key, x in zip(entries, on_cpu(*entries.values()), strict=True):
         out.set(key, x)
