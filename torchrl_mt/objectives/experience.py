@@ -21,6 +21,7 @@ from torchrl_mt.checks import (
     check_is_batch,
     find_functions,
 )
+from torchrl_mt.devices import sent
 from torchrl_mt.objectives.credit import Advantage, AdvantageKind, Credit
 from torchrl_mt.objectives.filters import FILTERS, is_filter, reads_entropy, reads_group
 from torchrl_mt.objectives.functional import kl_estimate
@@ -316,7 +317,8 @@ class ExperienceMaker(TensorDictModuleBase):
                     whole = whole.reject(unscored)
                     reward = torch.where(unscored.unsqueeze(-1), 0.0, reward)
                 # After the models: running statistics must not count a batch whose scoring failed.
-                reward = self.reward.transformed(reward, whole.episodes, whole.valid)
+                given = reward, whole.episodes, whole.valid
+                reward = self.reward.transformed(*given, device=whole.device)
             rows, number = batch.rows, None
             if self.process:
                 said = {name: scores[name] for name in scores if name not in _NO_ENTRIES}
@@ -336,7 +338,7 @@ class ExperienceMaker(TensorDictModuleBase):
             for name, value in out.items():
                 if ranks is not None:
                     value = ranks.own(value, number)
-                rows.set(getattr(self.tensor_keys, name), value)
+                rows.set(getattr(self.tensor_keys, name), sent(value, batch.device))
             if "kl" in out:
                 update_kl_coefficient(self.kl_coef, out["kl"], whole.scored)
         self.metrics = metrics | found
@@ -363,7 +365,8 @@ class ExperienceMaker(TensorDictModuleBase):
         # Of the rows of this process: those of all ranks have no images.
         self.credit.check_states(batch)
         key = batch.keys.sampling_temperature
-        check_temperature(rows, key, self.passes.temperature, batch.counted.any(-1))
+        sampled = batch.on_host.get(key, None)
+        check_temperature(key, sampled, self.passes.temperature, batch.counted.any(-1))
         if not isinstance(self.teacher, nn.Module | None) and batch.images is not None:
             raise ValueError(
                 "an engine as teacher scores text alone, but the rows have images: give its model."
@@ -412,7 +415,7 @@ class ExperienceMaker(TensorDictModuleBase):
             if self.gamma is not None:
                 self._warnings.of_gamma(batch, self.gamma)
             return None, {}, {}
-        given = batch.rows, batch.episodes
+        given = batch.on_host, batch.episodes
         options: dict[str, Any] = {"valid": batch.valid, "keys": self.tensor_keys}
         options["shown"] = batch.with_default_keys()
         if self.advantage.kind == "gdpo":
@@ -506,6 +509,7 @@ class ExperienceMaker(TensorDictModuleBase):
         out["advantage"] = advantage.unsqueeze(-1)
         weight = batch.rows.get(batch.keys.weight, None) if self.process else None
         if weight is not None:
+            weight = weight.cpu()
             kept = (weight > 0).sum() / batch.counted.sum().clamp(min=1)
             metrics["kept_fraction"] = float(kept)
         self._warnings.of_advantage(batch, advantage, weight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -26,6 +26,7 @@ from torchrl_mt.checks import (
     check_positive,
     check_shape,
 )
+from torchrl_mt.devices import sent
 from torchrl_mt.objectives.entropy import EntropyController, entropy_coefficient
 from torchrl_mt.objectives.functional import (
     aggregate,
@@ -47,6 +48,7 @@ from torchrl_mt.objectives.functional.policy.objectives import (
 from torchrl_mt.objectives.idle_updates import IdleUpdates
 from torchrl_mt.objectives.kl import KLCoefficient, kl_coefficient
 from torchrl_mt.objectives.loss_inputs import (
+    OnHost,
     check_outputs,
     check_total,
     counted_tokens,
@@ -63,7 +65,7 @@ from torchrl_mt.objectives.metrics import (
     policy_diagnostics,
 )
 from torchrl_mt.objectives.rows.keys import ExperienceKeys
-from torchrl_mt.objectives.rows.reading import check_like, check_temperature, read_entry
+from torchrl_mt.objectives.rows.reading import check_like, read_entry
 from torchrl_mt.objectives.splitting import cut, cut_trees
 from torchrl_mt.objectives.warnings import warn_of_mode
 from torchrl_mt.ranks import call_on_all, check_process_group, exchanges_gradients
@@ -393,9 +395,8 @@ class MultiTurnLoss(LossModule):
         names = self._names()
         if self._ref_is_optional and tensordict.get(keys.ref_log_probs, None) is not None:
             names.append("ref_log_probs")
-        rows, mask = read_inputs(tensordict, keys, names, loss_mask_keys(self))
-        check_temperature(
-            tensordict, keys.sampling_temperature, self.passes.temperature, mask.any(-1)
+        rows, mask, on_host = read_inputs(
+            tensordict, keys, names, loss_mask_keys(self), self.passes.temperature
         )
         if not self._compared and "sampler_log_prob" in rows:
             self._compared = warn_of_no_correction(rows, mask, keys)
@@ -411,7 +412,7 @@ class MultiTurnLoss(LossModule):
                 turns=rows.get("turns"),
                 advantage=rows["advantage"],
             )
-        whole = _Rows(rows, mask, RowImages.of(tensordict))
+        whole = _Rows(rows, mask, on_host, RowImages.of(tensordict))
         trained = [p for p in self.parameters() if p.requires_grad]
         if trained and torch.is_grad_enabled() and not self._looked_at_mode:
             self._looked_at_mode = True
@@ -447,20 +448,15 @@ class MultiTurnLoss(LossModule):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Compute the losses of rows, and the values of each token that diagnostics read."""
         rows, mask = part.entries, part.mask
-        inputs = rows["action"], rows["attention_mask"], mask
         passes = replace(
             self.passes, micro_batch_size=None, micro_batch_tokens=None, with_entropy=True
         )
+        ids, attended, trained, scored = part.on_host
         # Without a bonus the entropy is only reported: no gradient reaches it.
         imitated = rows.get("sft_mask")
+        given: dict[str, Any] = {"images": part.images, "passes": passes, "device": mask.device}
         log_prob, entropy, divergence, _ = row_scores(
-            self.actor_network,
-            rows["action"],
-            rows["attention_mask"],
-            mask if imitated is None else mask | imitated,
-            images=part.images,
-            passes=passes,
-            distillation=self.distillation,
+            self.actor_network, ids, attended, scored, distillation=self.distillation, **given
         )
         assert entropy is not None
 
@@ -503,7 +499,7 @@ class MultiTurnLoss(LossModule):
         if self.entropy_coef is not None:
             losses["loss_entropy"] = -entropy_coefficient(self.entropy_coef) * reduce(entropy)
         if self.value_loss is not None:
-            value = row_values(self.value_loss.critic, *inputs, images=part.images, passes=passes)
+            value = row_values(self.value_loss.critic, ids, attended, trained, **given)
             error, tokens["value_clipped"] = value_loss(
                 value,
                 rows["value_target"],
@@ -522,16 +518,14 @@ class MultiTurnLoss(LossModule):
         one_pass = passes.dtype is torch.float16 or any(map(exchanges_gradients, models))
         if one_pass or any(map(has_gradient_hooks, self.parameters())) or not len(whole.mask):
             return []
-        lengths = whole.entries["attention_mask"].sum(-1)
+        tokens, attended, _, _ = whole.on_host
+        lengths = attended.sum(-1)
         if passes.micro_batch_tokens == "auto":
             limit = self._find_limit(whole, total, lengths, models)
             passes = replace(passes, micro_batch_tokens=limit)
         if passes.packed == "tree":
-            rows = whole.entries["action"], whole.entries["attention_mask"]
-            parts = cut_trees(*rows, passes, tree_width(self.actor_network))
-        else:
-            parts = cut(lengths.cpu(), passes)
-        return [part.to(whole.mask.device) for part in parts]
+            return cut_trees(tokens, attended, passes, tree_width(self.actor_network))
+        return cut(lengths, passes)
 
     def _find_limit(
         self, whole: _Rows, total: float | Tensor, lengths: Tensor, models: list[nn.Module]
@@ -557,7 +551,7 @@ class MultiTurnLoss(LossModule):
             weight = whole.entries["advantage"]
             for factor in ("correction", "weight"):
                 weight = weight * whole.entries.get(factor, 1.0)
-            idle = not bool(weight[whole.mask].any())
+            idle = not bool((whole.mask & (weight != 0)).any())
             self._idle.count(idle, trained, self.max_idle_updates)
 
     def _extras(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -574,15 +568,20 @@ class _Rows:
     """Entries ``[N, ...]`` by their names in ``set_keys``; ``"correction"``: off-policy weights."""
     mask: Tensor
     """``[N, S]`` bool, the trained tokens."""
+    on_host: OnHost
     images: RowImages | None
 
     def at(self, index: Tensor) -> _Rows:
-        """Select rows."""
-        entries = {name: entry[index] for name, entry in self.entries.items()}
+        """Select rows; ``index`` is on the CPU."""
+        there = sent(index, self.mask.device)
+        entries = {name: entry[there] for name, entry in self.entries.items()}
         images = self.images
         if images is not None:
-            images = replace(images, first=images.first[index], count=images.count[index])
-        return _Rows(entries, self.mask[index], images)
+            own = sent(index, images.first.device)
+            images = replace(images, first=images.first[own], count=images.count[own])
+        tokens, attended, trained, scored = (x[index] for x in self.on_host)
+        on_host = tokens, attended, trained, scored
+        return _Rows(entries, self.mask[there], on_host, images)
 
 
 def _freeze_vision(actor: nn.Module, critic: nn.Module | None) -> None:

@@ -15,10 +15,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
+from torchrl_mt.devices import on_cpu
 from torchrl_mt.objectives.rows.reading import (
     MODEL_FAULT,
     NO_LOG_PROB,
     check_like,
+    check_temperature,
     read_entry,
     read_valid,
 )
@@ -38,12 +40,18 @@ FLOATING = (
 """Entries that are converted to float32 and must be finite on the tokens that count."""
 LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
 """Entries that are log-probabilities."""
+OnHost = tuple[Tensor, Tensor, Tensor, Tensor]
+"""``[N, S]`` on the CPU: tokens, attention mask, trained tokens, and all tokens to score."""
 _FIX = "Drop these rows, or fix what wrote them."
 
 
 def read_inputs(
-    tensordict: TensorDictBase, keys: Any, names: Iterable[str], loss_masks: Sequence[NestedKey]
-) -> tuple[dict[str, Tensor], Tensor]:
+    tensordict: TensorDictBase,
+    keys: Any,
+    names: Iterable[str],
+    loss_masks: Sequence[NestedKey],
+    temperature: float,
+) -> tuple[dict[str, Tensor], Tensor, OnHost]:
     """Read the entries ``names`` of ``keys``, and ``"weight"`` where present.
 
     Returns the entries by name, floating ones as ``[N, S]`` float32, and the mask of
@@ -70,8 +78,16 @@ def read_inputs(
         check_mask(f"the entry {keys.sft_mask!r} of rows", rows["sft_mask"], shape)
         chosen = masks[0], rows["sft_mask"] & masks[0]
         rows["sft_mask"] = counted_tokens(tensordict, keys, *chosen, loss_masks)
-    _check_values(rows, mask, keys)
-    return rows, mask
+    copied = [rows["action"], masks[0], mask]
+    if "sft_mask" in rows:
+        copied.append(mask | rows["sft_mask"])
+    if (sampled := tensordict.get(keys.sampling_temperature, None)) is not None:
+        copied.append(sampled)
+    tokens, attended, trained, *others = _check_values(rows, mask, keys, copied)
+    if sampled is not None:
+        sampled = others.pop()
+        check_temperature(keys.sampling_temperature, sampled, temperature, trained.any(-1))
+    return rows, mask, (tokens, attended, trained, others[0] if others else trained)
 
 
 def counted_tokens(
@@ -127,8 +143,8 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
     """
     old, sampler = rows["sample_log_prob"], rows["sampler_log_prob"]
     compared = mask & ((old != 0) | (sampler != 0))
-    has_compared = bool(compared.any())
-    if has_compared and not bool((compared & (old != sampler)).any()):
+    has_compared, differ = on_cpu(compared.any(), (compared & (old != sampler)).any())
+    if has_compared and not differ:
         _logger.warning(
             "%r equals %r on all trained tokens: there is nothing to correct, and all weights are 1. "
             "ExperienceMaker(old_log_probs='actor') makes the old log-probabilities the actor's own, "
@@ -136,7 +152,7 @@ def warn_of_no_correction(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> b
             keys.sample_log_prob,
             keys.sampler_log_prob,
         )
-    return has_compared
+    return bool(has_compared)
 
 
 def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
@@ -145,7 +161,7 @@ def check_outputs(outputs: Mapping[str, Tensor], mask: Tensor) -> None:
     The loss may hide them: a ratio of 0 trains nothing. One synchronisation with the device.
     """
     wrongs = [~x.detach().isfinite() for x in outputs.values()]
-    for i, count, (row, token) in _wrong_places(mask, wrongs):
+    for i, count, (row, token) in _wrong_places(mask, wrongs, _counts(mask, wrongs)):
         name, value = list(outputs.items())[i]
         raise ValueError(
             f"{name} must be finite on sampled tokens, got {value[row, token].item()} (row {row}, "
@@ -173,10 +189,12 @@ def _check_constant(rows: dict[str, Tensor], keys: Any) -> None:
             )
 
 
-def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
+def _check_values(
+    rows: dict[str, Tensor], mask: Tensor, keys: Any, copied: Sequence[Tensor]
+) -> list[Tensor]:
     """Refuse NaN, infinity, padding and positive log-probabilities on tokens that count.
 
-    One synchronisation with the device.
+    Returns tensors on the CPU, copied by the same, one synchronisation with the device.
     """
     finite = "be finite on sampled tokens"
     unknown = "If the sampler's are unknown, use no correction or objective that reads them."
@@ -197,20 +215,27 @@ def _check_values(rows: dict[str, Tensor], mask: Tensor, keys: Any) -> None:
     if "weight" in rows and "advantage" not in rows:
         imitated = "be 0 or more for objective='sft', which imitates tokens", _FIX
         checks.append(("weight", rows["weight"] < 0, *imitated))
-    for i, count, (row, token) in _wrong_places(mask, [wrong for _, wrong, _, _ in checks]):
+    wrongs = [wrong for _, wrong, _, _ in checks]
+    counts, *on_host = on_cpu(_counts(mask, wrongs), *copied)
+    for i, count, (row, token) in _wrong_places(mask, wrongs, counts):
         name, _, must, advice = checks[i]
         raise ValueError(
             f"{getattr(keys, name)!r} must {must}, but {count} are not, the first in row {row} at "
             f"token {token}: {rows[name][row, token].item()}. {advice}"
         )
+    return on_host
+
+
+def _counts(mask: Tensor, wrongs: Sequence[Tensor]) -> Tensor:
+    """Count the tokens that count on which each entry is wrong."""
+    return torch.stack([mask & wrong for wrong in wrongs]).sum((1, 2))
 
 
 def _wrong_places(
-    mask: Tensor, wrongs: Sequence[Tensor]
+    mask: Tensor, wrongs: Sequence[Tensor], counts: Tensor
 ) -> Iterator[tuple[int, int, tuple[int, int]]]:
     """Yield index, count and first place of each entry that is wrong on tokens that count."""
-    counts = torch.stack([mask & wrong for wrong in wrongs]).sum((1, 2)).tolist()
-    for i, count in enumerate(counts):
+    for i, count in enumerate(counts.tolist()):
         if count:
             row, token = (mask & wrongs[i]).nonzero()[0].tolist()
             yield i, count, (row, token)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchrl_mt.devices import sent
+
 Compute = Callable[[Tensor], tuple[dict[str, Tensor], dict[str, Tensor]]]
 """From indices of rows ``[n]`` to their share of each loss, and to values of each token ``[n, S]``."""
 
@@ -59,7 +61,7 @@ def losses_in_parts(
 
     Args:
         compute: Computes a part, with a graph.
-        parts: Indices of rows, each row in one part.
+        parts: Indices of rows on the CPU, each row in one part.
         parameters: All tensors that get gradients.
 
     Returns:
@@ -82,7 +84,7 @@ def losses_in_parts(
                 total.backward()
                 losses = losses + stacked.detach()
                 tokens.append({name: value.detach() for name, value in values.items()})
-        back = torch.cat(list(parts)).argsort()
+        back = sent(torch.cat(list(parts)).argsort(), losses.device)
         joined = {name: torch.cat([one[name] for one in tokens])[back] for name in tokens[0]}
         return losses, joined, gradients
 

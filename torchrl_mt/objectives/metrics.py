@@ -121,8 +121,8 @@ def critic_diagnostics(
     """
     spread, left = _variance(returns, mask), _variance(returns - value, mask)
     # From the data: the computed variance of equal returns may be a rounding error above 0.
-    sampled = returns[mask]
-    varied = (sampled != sampled[:1]).any() & (spread > 0)
+    highest = torch.where(mask, returns, -torch.inf).amax() if mask.numel() else 0.0
+    varied = (mask & (returns != highest)).any() & (spread > 0)
     explained = torch.where(varied, 1.0 - left / torch.where(varied, spread, 1.0), 0.0)
     return {"value_clip_fraction": aggregate(clipped, mask), "explained_variance": explained}
 

@@ -20,6 +20,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.objectives.filters import is_filter
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
@@ -80,8 +81,8 @@ def process_rows(
     given = dict(scores) if reward is None else {**scores, "shaped_reward": reward}
     shown = batch.with_default_keys(given)
     if reward is None:
-        shown.set(EPISODE_SCORE, batch.episode_scores(None))
-    shown.set(_ROW, torch.arange(len(batch.episode), device=batch.episode.device))
+        shown.set(EPISODE_SCORE, sent(batch.episode_scores(None), batch.device))
+    shown.set(_ROW, torch.arange(len(batch.episode), device=batch.device))
     whole = torch.bincount(batch.episodes.of_row)
     for function, name in zip(functions, _names(functions), strict=True):
         if reward is not None:
@@ -90,7 +91,7 @@ def process_rows(
             shown = function(shown)
             continue
         result = _checked(name, function(shown.clone()), shown)
-        kept = torch.bincount(batch.episodes.of_row[result[_ROW]], minlength=len(whole))
+        kept = torch.bincount(batch.episodes.of_row[result[_ROW].cpu()], minlength=len(whole))
         torn = ((kept > 0) & (kept < whole)).nonzero()
         if len(torn):
             episode = int(batch.episode_id[batch.episodes.of_row == torn[0, 0]][0])
@@ -117,13 +118,14 @@ def process_rows(
         rows.set(keys.valid, valid)
         written.append(keys.valid)
     left = read_batch(rows, keys)
+    number = shown[_ROW].cpu()
     if (weight := shown.get(ExperienceKeys.weight, None)) is not None:
         weight = weight.float() if weight.ndim == 2 else weight.float().unsqueeze(-1)
-        rows.set(keys.weight, torch.where(left.counted, weight, 0.0))
+        rows.set(keys.weight, torch.where(sent(left.counted, weight.device), weight, 0.0))
         written.append(keys.weight)
     if reward is not None:
-        reward = torch.where(left.counted, shown[_REWARD].float(), 0.0)
-    return Processed(shown[_ROW], left, written, reward, metrics)
+        reward = torch.where(left.counted, shown[_REWARD].cpu().float(), 0.0)
+    return Processed(number, left, written, reward, metrics)
 
 
 def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
@@ -239,10 +241,11 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
 
 def _scores(shown: TensorDictBase, batch: RowBatch) -> Tensor:
     """Sum the rewards of each row's episode, ``[N]``."""
-    of_row = batch.episodes.of_row[shown[_ROW]]
+    number, reward = on_cpu(shown[_ROW], shown[_REWARD])
+    of_row = batch.episodes.of_row[number]
     total = torch.zeros(len(batch.episodes.last_token), dtype=torch.float64, device=of_row.device)
-    total.index_add_(0, of_row, shown[_REWARD].double().sum(-1))
-    return total.float()[of_row]
+    total.index_add_(0, of_row, reward.double().sum(-1))
+    return sent(total.float()[of_row], batch.device)
 
 
 def _valid(rows: TensorDictBase) -> Tensor:

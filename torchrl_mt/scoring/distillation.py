@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_mt.checks import check_choice, check_finite, check_positive_integer
+from torchrl_mt.devices import sent
 from torchrl_mt.scoring.forward import text_config
 from torchrl_mt.scoring.output_head import OutputStates
 from torchrl_mt.scoring.token_log_probs import bar, chunks, wide
@@ -79,7 +80,7 @@ class TopTokens:
 
     def at(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities at some places ``[K]``, each ``[K, k]``."""
-        line = self.line[place]
+        line = sent(self.line[place], self.ids.device)
         return self.ids[line].to(device), self.log_probs[line].to(device)
 
 

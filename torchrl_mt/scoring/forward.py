@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_mt._hosts.accelerate import execution_device
+from torchrl_mt.devices import sent
 from torchrl_mt.ranks import reshard
 from torchrl_mt.scoring.rope_lengths import lengths_apart
 
@@ -122,7 +123,7 @@ def run_model(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | Non
         # The wrapper sends buffers to all ranks, which need not make as many passes.
         model = model.module
     device = device_of(model) or inputs["input_ids"].device
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    inputs = {k: sent(v, device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     inner = unwrapped(model)
     # A ** may lead to a module without this keyword; transformers' models all have it.
     named = "use_cache" in inspect.signature(inner.forward).parameters

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
 
 from torchrl_mt.checks import check_mask
+from torchrl_mt.devices import sent
 from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.distillation import (
     Distillation,
@@ -121,8 +122,9 @@ def row_scores(
     passes: Passes | None = None,
     distillation: Distillation | None = None,
     with_norms: bool = False,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Compute :func:`row_log_probs`, and two further scores or ``None``, all ``[N, S]``.
+    """Compute :func:`row_log_probs`, and two further scores or ``None``, all ``[N, S]`` on ``device``.
 
     These are the divergence from a teacher, and the squared norms of the log-probabilities' gradients by
     the logits (``norms`` of :func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`).
@@ -149,7 +151,7 @@ def row_scores(
             scores[2].append(top_divergence(policy, teacher, distillation.kind))
         if norms is not None:
             scores[3].append(torch.cat([log_prob.new_empty(0), *norms]))
-    log_prob, *others = (put_back(each, places if each else [], tokens) for each in scores)
+    log_prob, *others = (put_back(each, places, tokens, device) for each in scores)
     asked = passes.with_entropy, top is not None, with_norms
     entropy, divergence, norm = (
         x if wanted else None for x, wanted in zip(others, asked, strict=True)
@@ -176,9 +178,7 @@ def _top_tokens(
     place = torch.cat(places)
     line = place.new_zeros(tokens.numel())
     line[place] = torch.arange(len(place), device=place.device)
-    ids, log_probs = (
-        torch.cat([x.to(tokens.device) for x in each]) for each in zip(*parts, strict=True)
-    )
+    ids, log_probs = (torch.cat(each) for each in zip(*parts, strict=True))
     return TopTokens(ids, log_probs, line)
 
 
@@ -222,13 +222,13 @@ def _score(
         norms.clear()  # Of states that were not those of the model's logits.
     if isinstance(found, OutputStates):
         return _score_states(model, step, found, passes, norms)
-    logits, state = found.flatten(0, 1), step.state.to(found.device)
+    logits, state = found.flatten(0, 1), sent(step.state, found.device)
     if passes.packed == "tree":  # Several tokens may follow one state.
         logits, state = logits[state], torch.arange(len(state), device=found.device)
     return log_probs_at(
         logits,
         state,
-        step.target.to(found.device),
+        sent(step.target, found.device),
         temperature=passes.temperature,
         with_entropy=passes.with_entropy,
         barred=_barred(model, found.shape[-1]),
@@ -245,9 +245,9 @@ def _score_states(
 ) -> tuple[Tensor, Tensor | None]:
     hidden = states.hidden.flatten(0, 1)
     return linear_log_probs(
-        hidden[step.state.to(hidden.device)],
+        hidden[sent(step.state, hidden.device)],
         states.weight,
-        step.target.to(hidden.device),
+        sent(step.target, hidden.device),
         states.bias,
         scale=states.scale,
         softcap=states.softcap,
@@ -270,7 +270,7 @@ def _score_several(
     assert not isinstance(found, tuple)
     hidden = found.hidden if isinstance(found, OutputStates) else found
     size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
-    state, barred = step.state.to(hidden.device), _barred(model, size)
+    state, barred = sent(step.state, hidden.device), _barred(model, size)
     return log_probs_of(
         found,
         state,

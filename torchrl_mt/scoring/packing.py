@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask
+from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import RowVision
 
@@ -33,12 +34,13 @@ class ForwardPass:
     """``[K]`` int64 positions of these tokens in the flattened rows ``[N * S]``."""
 
 
-def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
-    """Refuse rows whose shapes differ or whose sampled tokens are padding."""
+def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> list[Tensor]:
+    """Refuse rows whose shapes differ or whose sampled tokens are padding; return them on the CPU."""
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape [N, S], got {tuple(tokens.shape)}.")
     check_mask("attention_mask", attention_mask, tokens.shape)
     check_mask("mask", mask, tokens.shape)
+    tokens, attention_mask, mask = on_cpu(tokens, attention_mask, mask)
     wrong = mask & ~attention_mask
     if bool(wrong.any()):
         row, token = wrong.nonzero()[0].tolist()
@@ -46,6 +48,7 @@ def check_rows(tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> None:
             "mask must be false on padding, where attention_mask is false, but row "
             f"{row} has a sampled token there, at {token}."
         )
+    return [tokens, attention_mask, mask]
 
 
 def micro_batches(
@@ -182,15 +185,17 @@ def forward_passes(
         yield from forward_passes(*empty, passes, with_lengths=with_lengths, vision=vision)
 
 
-def put_back(values: list[Tensor], places: list[Tensor], tokens: Tensor) -> Tensor:
+def put_back(
+    values: list[Tensor], places: list[Tensor], tokens: Tensor, device: torch.device | None = None
+) -> Tensor:
     """Scatter the passes' values ``[K]`` to rows: ``[N, S]`` float32, zero elsewhere.
 
-    ``places`` has each pass's :attr:`ForwardPass.place`; ``tokens`` are the rows.
+    ``places`` has each pass's :attr:`ForwardPass.place`; ``tokens`` are the rows. The result is on
+    ``device``, by default theirs.
     """
-    out = torch.zeros(tokens.numel(), device=tokens.device)
+    out = torch.zeros(tokens.numel(), device=device or tokens.device)
     if values:
-        value = torch.cat([value.to(out) for value in values])
-        out = out.index_copy(0, torch.cat(places), value)
+        out = out.index_copy(0, sent(torch.cat(places), out.device), torch.cat(values).to(out))
     return out.view(tokens.shape)
 
 

@@ -55,7 +55,7 @@ def passes_over(
     passes: Passes,
     images: RowImages | None = None,
 ) -> Iterator[ForwardPass]:
-    """Check rows, and cut them into forward passes of a model.
+    """Check rows, and cut them into forward passes of a model, made on the CPU.
 
     The ranks of a sharded model make equally many: a rank with fewer adds passes without rows,
     and those without images get a spare one (:mod:`~torchrl_mt.scoring.spare_image`).
@@ -65,7 +65,7 @@ def passes_over(
             images, or the model does not support packing.
         TypeError: If a mask is not boolean, or the model cannot take the rows' images.
     """
-    check_rows(tokens, attention_mask, mask)
+    tokens, attention_mask, mask = check_rows(tokens, attention_mask, mask)
     kind = vision_model(model)
     if kind is not None:
         check_sampled(kind, tokens, mask)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.peft import base_of, is_peft_model
+from torchrl_mt.devices import sent
 from torchrl_mt.scoring.forward import device_of, run_model
 from torchrl_mt.scoring.packing import put_back
 from torchrl_mt.scoring.packing_check import passes_over
@@ -130,6 +131,7 @@ def row_values(
     *,
     images: RowImages | None = None,
     passes: Passes | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Compute the values of the states in which tokens were sampled.
 
@@ -147,9 +149,10 @@ def row_values(
         images: The rows' images, ``RowImages.of(rows)``; none by default. The critic's ``config`` must
             be that of a supported vision-language model.
         passes: How rows are cut into forward passes.
+        device: Device of the result, that of ``tokens`` by default.
 
     Returns:
-        ``[N, S]`` float32 on the device of ``tokens``, zero on masked tokens and on a row's first token.
+        ``[N, S]`` float32, zero on masked tokens and on a row's first token.
 
     Raises:
         ValueError: If shapes differ, a sampled token is padding, a number is out of range, the critic's
@@ -172,8 +175,8 @@ def row_values(
         shape = step.inputs["input_ids"].shape
         value = _values(run_model(critic, step.inputs, passes.dtype), shape)
         places.append(step.place)
-        values.append(value.flatten()[step.state.to(value.device)])
-    return put_back(values, places, tokens)
+        values.append(value.flatten()[sent(step.state, value.device)])
+    return put_back(values, places, tokens, device)
 
 
 def check_critic(critic: nn.Module) -> None:

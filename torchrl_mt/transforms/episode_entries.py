@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+from torchrl_mt.devices import sent
 from torchrl_mt.vision.images import StoredImage
 from torchrl_mt.vision.rows import NEW
 
@@ -45,7 +46,7 @@ def entry_of_rows(
     """
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
-        return value[torch.as_tensor(row_last, device=value.device)]
+        return value[sent(torch.tensor(row_last, device="cpu"), value.device)]
     if value is not None:
         objects = _objects(value, len(tensordict))
         return _stack([objects[turn] for turn in row_last])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.transforms.episode_entries import (
     TEXT,
     column_of_none,
@@ -35,6 +38,10 @@ _PROMPT = ("tokens", "prompt")
 _RESPONSE = ("tokens", "response")
 _PARENT = ("turn", "parent")
 _TEMPERATURE = ("sampling", "temperature")
+_FLAGS = tuple(("next", name) for name in ("done", "terminated", "truncated"))
+_REWARD, _RETURN = ("next", "reward"), ("next", "return")
+_COLUMNS = (*_FLAGS, _PARENT, "group", _REWARD, _RETURN, _TEMPERATURE, "valid")
+_LEAVES = (_PROMPT, _RESPONSE, ("log_probs", "response"), ("versions", "response"))
 _USUAL = ("label", "reference")
 """Entries that are carried by default; a batch may lack them."""
 
@@ -123,10 +130,11 @@ class MergeTurns(Transform):
                 "MergeTurns needs a flat, non-empty batch of turns, got batch size "
                 f"{list(tensordict.batch_size)}: flatten it with reshape(-1)."
             )
-        ids = _column(tensordict, self.traj_key)
-        episode = _episode_index(tensordict, ids, self.traj_key)
-        prompts, given = _token_ids(tensordict, _PROMPT)
-        responses, sizes = _token_ids(tensordict, _RESPONSE)
+        data = _read(tensordict, self.traj_key)
+        ids = _column(data, self.traj_key)
+        episode = _episode_index(data, ids, self.traj_key)
+        prompts, given = _token_ids(data, _PROMPT)
+        responses, sizes = _token_ids(data, _RESPONSE)
         if 0 in given:
             raise ValueError(
                 f"MergeTurns: turn {given.index(0)} of the batch has an empty prompt, and nothing "
@@ -135,10 +143,9 @@ class MergeTurns(Transform):
             )
         of_turn: list[int] = episode.tolist()
         response = torch.cat(list(responses))
-        device = response.device
-        turn = torch.arange(len(of_turn), device=device)
+        turn = torch.arange(len(of_turn), device="cpu")
         first = torch.searchsorted(episode, episode)  # the first turn of each turn's episode
-        parent = _column(tensordict, _PARENT)  # counted from the episode's first turn
+        parent = _column(data, _PARENT)  # counted from the episode's first turn
         claimed = None if parent is None else torch.where(parent < 0, parent, parent + first)
         claims = None if claimed is None else claimed.tolist()
         parents = find_parents(
@@ -154,7 +161,7 @@ class MergeTurns(Transform):
             )
 
         row, known, prompt_size, size, row_turn, row_end = (
-            torch.tensor(x, device=device)
+            torch.tensor(x, device="cpu")
             for x in (rows_of.row, rows_of.known, given, sizes, rows_of.first, rows_of.last)
         )
         number = turn - first
@@ -165,7 +172,7 @@ class MergeTurns(Transform):
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
             """Make a table ``[N, S]`` with values at flat indices and ``fill`` elsewhere."""
-            out = torch.full(shape, fill, dtype=dtype, device=device)
+            out = torch.full(shape, fill, dtype=dtype, device="cpu")
             out.view(-1).scatter_(0, at, values)
             return out
 
@@ -176,7 +183,7 @@ class MergeTurns(Transform):
         turns = table(-1, torch.int64, sampled, number.repeat_interleave(size))
         new = _ranges(start + known, added)
         turns.view(-1).scatter_(0, new, number.repeat_interleave(added))
-        group = _column(tensordict, "group")
+        group = _column(data, "group")
         index = episode[row_turn]
         traj = index if ids is None else ids[row_turn].long()
         rows: dict[NestedKey, Tensor] = {
@@ -189,37 +196,38 @@ class MergeTurns(Transform):
             "episode": traj,
             "group": traj.clone() if group is None else group[row_turn].long(),
             "episode_index": index.clone(),
-            "fork": torch.arange(len(index), device=device) - torch.searchsorted(index, index),
+            "fork": torch.arange(len(index), device="cpu") - torch.searchsorted(index, index),
         }
-        log_probs = _sampled_leaf(tensordict, ("log_probs", "response"), sizes)
+        log_probs = _sampled_leaf(data, ("log_probs", "response"), sizes)
         if log_probs is not None:
             rows["log_probs", "full"] = table(0.0, torch.float32, sampled, log_probs.float())
-        versions = _sampled_leaf(tensordict, ("versions", "response"), sizes)
+        versions = _sampled_leaf(data, ("versions", "response"), sizes)
         if versions is not None:
             full = table(-1, torch.int64, sampled, versions.long())
             newest = full.amax(-1)
             oldest = full.where(rows["masks", "all_assistant_mask"], newest[:, None]).amin(-1)
             rows["versions", "full"] = full
             rows["versions", "oldest"], rows["versions", "newest"] = oldest, newest
-        reward = _column(tensordict, ("next", "reward"))
+        reward = _column(data, _REWARD)
         if reward is not None:
             # The rewards of several turns may be on one token: they add up.
-            rewards = torch.zeros(shape, device=device)
+            rewards = torch.zeros(shape, device="cpu")
             place = _reward_places(first, start + prompt_size, size)
             rewards.view(-1).index_add_(0, place, reward.float())
             rows["rewards", "full"] = rewards
-        returns = _column(tensordict, ("next", "return"))
+        returns = _column(data, _RETURN)
         if returns is not None:
             values = returns.float().repeat_interleave(size)
             rows["rewards", "to_go"] = table(0.0, torch.float32, sampled, values)
-        temperature = _column(tensordict, _TEMPERATURE)
+        temperature = _column(data, _TEMPERATURE)
         if temperature is not None:
             rows[_TEMPERATURE] = _common(temperature.float(), row, size > 0, len(row_turn))
         last_turn = {number: k for k, number in enumerate(of_turn)}
         row_last = [last_turn[of_turn[k]] for k in rows_of.first]
-        valid = _column(tensordict, "valid")
+        valid = _column(data, "valid")
         if valid is not None:
             rows["valid"] = valid.bool()[row_last]
+        rows = {key: sent(x, data.device) for key, x in rows.items()}
         out = TensorDict(rows, batch_size=shape[:1], device=tensordict.device)
         images = images_of_prompts(tensordict, parents, claims)
         if images is not None:
@@ -302,11 +310,41 @@ def _common(value: Tensor, row: Tensor, sampled: Tensor, rows: int) -> Tensor:
     return low.where(low == high, torch.nan)
 
 
-def _leaves(
-    tensordict: TensorDictBase, key: NestedKey
-) -> tuple[Sequence[Tensor], list[int]] | None:
+@dataclass(frozen=True)
+class _Turns:
+    """Turns as given, the device of their tokens, and on the CPU what rows are made of, by key."""
+
+    batch: TensorDictBase
+    device: torch.device
+    entries: dict[NestedKey, Any]
+
+
+def _read(tensordict: TensorDictBase, traj_key: NestedKey) -> _Turns:
+    """Read turns; from another device in one copy, in which prompts that share memory are once."""
+    found = {key: tensordict.get(key, None) for key in (traj_key, *_COLUMNS)}
+    found |= {key: tensordict.get(key, None, as_list=True) for key in _LEAVES}
+    parts = {key: [x] if isinstance(x, Tensor) else x for key, x in found.items()}
+    parts = {key: part for key, part in parts.items() if isinstance(part, list)}
+    device = parts[_RESPONSE][0].device if _RESPONSE in parts else torch.device("cpu")
+    if all(part[0].is_cpu for part in parts.values()):
+        return _Turns(tensordict, device, found)
+
+    def place(x: Tensor) -> Any:
+        return (x.data_ptr(), x.dtype) if x.ndim == 1 and x.is_contiguous() else id(x)
+
+    longest: dict[Any, Tensor] = {}
+    for x in sorted(chain(*parts.values()), key=Tensor.numel):
+        longest[place(x)] = x
+    copies = dict(zip(longest, on_cpu(*longest.values()), strict=True))
+    for key, part in parts.items():
+        ours = [copies[place(x)][: x.shape[0]] if x.ndim else copies[place(x)] for x in part]
+        found[key] = ours[0] if isinstance(found[key], Tensor) else ours
+    return _Turns(tensordict, device, found)
+
+
+def _leaves(data: _Turns, key: NestedKey) -> tuple[Sequence[Tensor], list[int]] | None:
     """Each turn's vector and its length; ``None`` if the batch has no such leaf."""
-    leaves = tensordict.get(key, None, as_list=True)
+    leaves = data.entries.get(key)
     if leaves is None:
         return None
     if isinstance(leaves, Tensor):
@@ -320,20 +358,20 @@ def _leaves(
     return leaves, [shape[0] for shape in shapes]
 
 
-def _token_ids(tensordict: TensorDictBase, key: NestedKey) -> tuple[Sequence[Tensor], list[int]]:
+def _token_ids(data: _Turns, key: NestedKey) -> tuple[Sequence[Tensor], list[int]]:
     """Each turn's token ids and their number."""
-    found = _leaves(tensordict, key)
+    found = _leaves(data, key)
     if found is None:
-        raise KeyError(f"MergeTurns needs {key} in the batch, got the keys {_keys(tensordict)}.")
+        raise KeyError(f"MergeTurns needs {key} in the batch, got the keys {_keys(data.batch)}.")
     for dtype in {leaf.dtype for leaf in found[0]}:
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
             raise ValueError(f"MergeTurns: {key} must be of an integer dtype, got {dtype}.")
     return found
 
 
-def _sampled_leaf(tensordict: TensorDictBase, key: NestedKey, expected: list[int]) -> Tensor | None:
+def _sampled_leaf(data: _Turns, key: NestedKey, expected: list[int]) -> Tensor | None:
     """A leaf with one value per sampled token, concatenated; ``None`` if the batch has no such leaf."""
-    found = _leaves(tensordict, key)
+    found = _leaves(data, key)
     if found is None:
         return None
     leaves, sizes = found
@@ -363,29 +401,28 @@ def _check_unlike(
             )
 
 
-def _column(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+def _column(data: _Turns, key: NestedKey) -> Tensor | None:
     """A leaf ``[ΣT]`` with one number per turn; ``None`` if the batch has no such leaf."""
-    value = tensordict.get(key, None)
+    value = data.entries.get(key)
     if value is None:
         return None
-    if not isinstance(value, Tensor) or value.numel() != len(tensordict):
+    if not isinstance(value, Tensor) or value.numel() != len(data.batch):
         what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"MergeTurns: {key} must be a tensor with one number for each of the {len(tensordict)} "
+            f"MergeTurns: {key} must be a tensor with one number for each of the {len(data.batch)} "
             f"turns, got {what}."
         )
     return value.reshape(-1)
 
 
-def _episode_index(tensordict: TensorDictBase, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
+def _episode_index(data: _Turns, ids: Tensor | None, traj_key: NestedKey) -> Tensor:
     """Index ``[ΣT]`` of each turn's episode in the batch; every episode must end."""
-    names = ["done", "terminated", "truncated"]
-    found = {name: _column(tensordict, ("next", name)) for name in names}
+    found = {key[1]: _column(data, key) for key in _FLAGS}
     flags = {name: flag.bool() for name, flag in found.items() if flag is not None}
     if ids is None and not flags:
         raise KeyError(
             f"MergeTurns needs trajectory ids under {traj_key} or end flags under ('next', 'done') to "
-            f"tell episodes apart, got the keys {_keys(tensordict)}."
+            f"tell episodes apart, got the keys {_keys(data.batch)}."
         )
     last = list(flags.values())
     if ids is not None:

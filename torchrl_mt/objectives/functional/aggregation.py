@@ -18,6 +18,7 @@ from torchrl_mt.checks import (
     check_positive,
     check_shape,
 )
+from torchrl_mt.devices import on_cpu, sent
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
 """Kinds of aggregation; see :func:`aggregate`."""
@@ -181,9 +182,11 @@ def _checked_total(total: float | Tensor, own: Tensor) -> Tensor:
 
 def _table(group: Tensor, tokens: Tensor) -> Tensor:
     """Add up the tokens of each group, in order of id; groups without any are left out."""
+    device = group.device
+    group, tokens = on_cpu(group, tokens)
     ids, member = torch.unique(group, return_inverse=True)
     count = tokens.new_zeros(len(ids)).index_add(0, member, tokens)
-    return torch.stack([ids, count], dim=1)[count > 0]
+    return sent(torch.stack([ids, count], dim=1)[count > 0], device)
 
 
 def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
@@ -195,8 +198,9 @@ def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
             f"{shape}; take it from the same loss's total(rows), or from "
             "aggregation_total(..., 'prompt_mean', group=group)."
         )
-    sampled = mask.any(-1)
-    total = total.to(group.device)
+    device = group.device
+    group, total, tokens = on_cpu(group, total, mask.sum(-1))
+    sampled = tokens > 0
     if not len(total):
         total = total.new_tensor([[-1, 1]])
     ids = total[:, 0].contiguous()
@@ -211,10 +215,10 @@ def _row_divisor(group: Tensor, mask: Tensor, total: float | Tensor) -> Tensor:
             f"total has no tokens of group {int(group[unknown][0])}, which these rows have: it must be "
             "counted over the whole batch that they are a part of."
         )
-    few = sampled & (total[line, 1] < mask.sum(-1))
+    few = sampled & (total[line, 1] < tokens)
     if bool(few.any()):
         raise ValueError(
             f"total has fewer tokens of group {int(group[few][0])} than these rows alone: it must be "
             "counted over the whole batch that they are a part of."
         )
-    return torch.where(sampled, total[line, 1] * len(total), 1)
+    return sent(torch.where(sampled, total[line, 1] * len(total), 1), device)

@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_mt.checks import as_tensor, check_shape
+from torchrl_mt.devices import sent
 from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
 from torchrl_mt.objectives.metrics import summary
@@ -214,9 +215,10 @@ class RewardMix(nn.Module):
             place = wants.nonzero().squeeze(-1)
             if len(place):
                 places[i] = place
+        there = shown.device or device
         # Indexing copies, so a source cannot change its caller's rows.
         calls = [
-            (self.names[i], cast(RewardSource, self.sources[i]), shown[place])
+            (self.names[i], cast(RewardSource, self.sources[i]), shown[sent(place, there)])
             for i, place in places.items()
         ]
         for (i, place), answer in zip(places.items(), ask(calls), strict=True):
@@ -270,7 +272,12 @@ class RewardMix(nn.Module):
         return total, metrics
 
     def transformed(
-        self, reward: Tensor, episodes: EpisodeIndex, valid: Tensor | None = None
+        self,
+        reward: Tensor,
+        episodes: EpisodeIndex,
+        valid: Tensor | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> Tensor:
         """Apply the transform where rewards lie.
 
@@ -282,6 +289,7 @@ class RewardMix(nn.Module):
             reward: ``[N, S]`` float32, zero on masked tokens.
             episodes: The rows' episodes.
             valid: ``[N]`` bool, false on rejected rows, which keep their rewards.
+            device: Where the transform gets its arguments, by default the device of ``reward``.
 
         Returns:
             ``[N, S]`` float32, zero on masked tokens.
@@ -298,7 +306,8 @@ class RewardMix(nn.Module):
             rewarded &= valid.unsqueeze(-1)
         # On copies: in-place changes must not reach rewards outside the mask.
         name = "the result of reward_transform(reward, mask)"
-        out = as_tensor(name, self.transform(reward.clone(), rewarded.clone()))
+        given = (sent(x.clone(), device or x.device) for x in (reward, rewarded))
+        out = as_tensor(name, self.transform(*given))
         check_shape(name, out, reward.shape)
         out = out.to(reward.device).float()
         if not bool(out[rewarded].isfinite().all()):
@@ -380,7 +389,8 @@ def _on_sampled(reward: Tensor, episodes: EpisodeIndex, rows: TensorDictBase) ->
     if not len(lost):
         return placed
     n, t = lost.unbind(-1)
-    turns, episode = read_entry(rows, ExperienceKeys.turns), episodes.of_row[n]
+    turns = read_entry(rows, ExperienceKeys.turns).to(reward.device)
+    episode = episodes.of_row[n]
     # Padding has no turn: a reward on it belongs to the turn before it.
     turn, sampled = turns.cummax(-1).values[n, t], turns.flatten()[episodes.token]
     width = int(torch.cat([turn, sampled]).max()) + 2

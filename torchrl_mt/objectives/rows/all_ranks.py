@@ -73,7 +73,7 @@ class AllRanks:
         for key in _common_keys([entries for _, entries in all_given]):
             parts = [entries[key] for _, entries in all_given]
             joined.set(key, _joined(key, parts, widths, -1 if key in padded else 0))
-        joined = joined.to(mine.mask.device)
+        joined = joined.to(mine.device)
         rank = distributed.get_rank(process_group)
         batch = read_batch(joined, keys)
         _check_whole_episodes(batch, counts)

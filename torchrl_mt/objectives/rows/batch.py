@@ -1,4 +1,7 @@
-"""A batch of training rows whose entries were read and checked before anything is computed."""
+"""A batch of training rows whose entries were read and checked before anything is computed.
+
+What is read is copied to the CPU at once: piece by piece, each would wait for the rows' device.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
+from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
@@ -30,6 +34,8 @@ class RowBatch:
     """Rows ``[N]`` and the entries that every computation needs."""
 
     rows: TensorDictBase
+    on_host: TensorDictBase
+    """The rows, with what is always read on the CPU; ``rows`` itself if it is there."""
     keys: ExperienceKeys
     tokens: Tensor
     """``[N, S]`` int64."""
@@ -47,6 +53,11 @@ class RowBatch:
     """``[N]`` bool, false on the rows of rejected episodes."""
 
     @property
+    def device(self) -> torch.device:
+        """Device of the rows; all else is on the CPU."""
+        return self.rows.get(self.keys.action).device
+
+    @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, attention mask and mask: the arguments for scoring rows."""
         return self.tokens, self.attention_mask, self.mask
@@ -59,7 +70,7 @@ class RowBatch:
     @property
     def episode_id(self) -> Tensor:
         """Episode ids as in the rows, ``[N]``; copies share one."""
-        return _read(self.rows, self.keys, "episode")
+        return _read(self.on_host, self.keys, "episode")
 
     @property
     def counted(self) -> Tensor:
@@ -97,14 +108,14 @@ class RowBatch:
 
     def read(self, name: str) -> Tensor:
         """Read the entry of the named key: real numbers ``[N, S]``."""
-        value = _read(self.rows, self.keys, name)
+        value = _read(self.on_host, self.keys, name)
         check_like(getattr(self.keys, name), value, self.keys.action, self.mask.shape)
         check_real(getattr(self.keys, name), value)
         return value
 
     def group(self) -> Tensor:
         """Read each row's group id, ``[N]``; rows of one episode must share it."""
-        group = _read(self.rows, self.keys, "group")
+        group = _read(self.on_host, self.keys, "group")
         _check_integers(self.keys.group, group)
         check_like(self.keys.group, group, self.keys.episode, self.episode.shape)
         of_row = self.episodes.of_row
@@ -121,7 +132,7 @@ class RowBatch:
 
     def truncated(self) -> Tensor:
         """Read whether each row's episode was truncated, ``[N]`` bool."""
-        truncated = _read(self.rows, self.keys, "truncated")
+        truncated = _read(self.on_host, self.keys, "truncated")
         if truncated.shape == (len(self.mask), 1):
             truncated = truncated.squeeze(-1)
         check_mask(f"the entry {self.keys.truncated!r} of rows", truncated, self.episode.shape)
@@ -144,7 +155,7 @@ class RowBatch:
     def reject(self, rejected: Tensor) -> RowBatch:
         """Reject more rows, ``[N]`` bool, in a shallow copy of the rows."""
         rows, valid = self.rows.copy(), self.valid & ~rejected
-        rows.set(self.keys.valid, valid)
+        rows.set(self.keys.valid, sent(valid, self.device))
         return replace(self, rows=rows, valid=valid)
 
     def with_default_keys(self, made: Mapping[str, Tensor] | None = None) -> TensorDictBase:
@@ -158,7 +169,7 @@ class RowBatch:
             if key != default and self.has(field.name):
                 _put(out, default, self.rows.get(key))
         for name, value in (made or {}).items():
-            _put(out, getattr(ExperienceKeys, name), value)
+            _put(out, getattr(ExperienceKeys, name), sent(value, self.device))
         return out
 
     def episode_scores(self, reward: Tensor | None) -> Tensor:
@@ -196,7 +207,8 @@ def read_batch(
     turns, sampled padding, and rows without any sampled token unless they ``may_lack_tokens``.
     """
     names = ("action", "attention_mask", "assistant_mask", "turns")
-    entries = [_read(rows, keys, name) for name in names]
+    on_host = _on_host(rows, keys)
+    entries = [_read(on_host, keys, name) for name in names]
     tokens, attention_mask, mask, turns = entries
     for name in ("action", "turns", "episode", "episode_index", "fork"):
         _check_integers(getattr(keys, name), rows.get(getattr(keys, name), None))
@@ -222,10 +234,10 @@ def read_batch(
             f"{keys.assistant_mask!r} must lie within {keys.attention_mask!r}, but token {t} of row {n} "
             f"is sampled and padding, and so are {len(padding) - 1} more."
         )
-    episode = read_episode(rows, keys.episode, keys.episode_index, keys.fork)
+    episode = read_episode(on_host, keys.episode, keys.episode_index, keys.fork)
     episodes = index_episodes(mask, turns, episode)
     _check_turns(rows, keys, turns, episodes)
-    valid = read_valid(rows, keys.valid, mask)
+    valid = read_valid(on_host, keys.valid, mask)
     mixed = torch.zeros_like(episode).index_add(0, episodes.of_row, (~valid).to(episode.dtype))
     mixed = valid & (mixed[episodes.of_row] > 0)
     if bool(mixed.any()):
@@ -233,7 +245,23 @@ def read_batch(
             f"{keys.valid!r} must be the same on all rows of an episode, but some rows of episode "
             f"{int(_read(rows, keys, 'episode')[mixed][0])} are rejected and others are not."
         )
-    return RowBatch(rows, keys, tokens, attention_mask, mask, turns, episode, episodes, valid)
+    return RowBatch(
+        rows, on_host, keys, tokens, attention_mask, mask, turns, episode, episodes, valid
+    )
+
+
+def _on_host(rows: TensorDictBase, keys: ExperienceKeys) -> TensorDictBase:
+    """Copy rows shallowly, and to the CPU their entries but for outputs; or return rows there."""
+    tokens = rows.get(keys.action, None)
+    if not isinstance(tokens, Tensor) or tokens.is_cpu:
+        return rows
+    names = [field.name for field in fields(keys)]
+    read = [getattr(keys, name) for name in names[: names.index("sample_log_prob")]]
+    entries = {key: x for key in read if isinstance(x := rows.get(key, None), Tensor)}
+    out = rows.copy().clear_device_()
+    for key, x in zip(entries, on_cpu(*entries.values()), strict=True):
+        out.set(key, x)
+    return out
 
 
 def _put(rows: TensorDictBase, key: NestedKey, value: Tensor) -> None:
@@ -282,4 +310,4 @@ def _check_turns(
 def _read(rows: TensorDictBase, keys: ExperienceKeys, name: str) -> Tensor:
     """Read the entry of the named key."""
     hint = "; old_log_probs='actor' does without" if name == "sampler_log_prob" else ""
-    return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint)
+    return read_entry(rows, getattr(keys, name), getattr(ExperienceKeys, name), hint=hint).cpu()

@@ -120,14 +120,13 @@ def read_episode(
 
 
 def check_temperature(
-    rows: TensorDictBase, key: NestedKey, temperature: float, valid: Tensor
+    key: NestedKey, sampled: Tensor | None, temperature: float, valid: Tensor
 ) -> None:
-    """Refuse rows whose sampling temperature differs from the one to score them at.
+    """Refuse rows whose sampling temperature ``[N]`` differs from the one to score them at.
 
     ``valid`` ``[N]`` bool is true on the rows that count. Rows without the entry pass. NaN means that
     the row's tokens were sampled at different temperatures.
     """
-    sampled = rows.get(key, None)
     if sampled is None:
         return
     check_like(key, sampled, "batch_size", valid.shape)

@@ -1,0 +1,84 @@
+"""How often hot paths wait for the GPU at most, counted on a simulated CUDA device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from tests.objectives.conftest import make_model, make_rows
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, ValueModel
+from torchrl_mt.transforms import DiscountedReturn, MergeTurns
+
+simcuda: Any = sys.modules.get("simcuda")  # It must be imported before torch.
+if simcuda is None:
+    pytest.skip("no simulated CUDA device", allow_module_level=True)
+
+
+def model(seed: int) -> torch.nn.Module:
+    return make_model(seed).cuda()
+
+
+def critic() -> torch.nn.Module:
+    return ValueModel.from_model(make_model(2)).cuda()
+
+
+def making(*, ref: bool = False, valued: bool = False, **keywords: Any) -> Callable[[], Any]:
+    models: dict[str, Any] = {"ref": model(1)} if ref else {}
+    models |= {"critic": critic(), "advantage": "gae"} if valued else {}
+    maker = ExperienceMaker(model(0), **models, **keywords)
+    return lambda: maker(make_rows(n=16).to("cuda", non_blocking=True))
+
+
+def training(
+    *, with_total: bool = False, valued: bool = False, **keywords: Any
+) -> Callable[[], Any]:
+    rows = making(ref=True, valued=True, old_log_probs="actor")()
+    loss = MultiTurnLoss(model(0), critic=critic() if valued else None, **keywords)
+    total = loss.total(rows) if with_total else None
+    return lambda: loss(rows, total=total)
+
+
+def transforming(transform: Callable[[TensorDict], Any]) -> Callable[[], Any]:
+    def turn(k: int) -> TensorDict:
+        tokens = {"prompt": torch.arange(5 * k + 2), "response": torch.ones(k + 1).long()}
+        ends = {"reward": torch.ones(1), "done": torch.tensor([k == 2])}
+        return TensorDict({"tokens": tokens, "next": ends})
+
+    turns = lazy_stack([turn(k) for k in (0, 1, 2)] * 8).to("cuda")
+    return lambda: transform(turns)
+
+
+PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
+    # transformers asks twice in each padded pass whether there is padding, and once if packed.
+    "maker, sampler": (partial(making, old_log_probs="sampler"), 1),
+    "maker, actor": (partial(making, old_log_probs="actor"), 5),
+    "maker, actor, packed": (partial(making, old_log_probs="actor", passes=Passes(packed=True)), 4),
+    "maker, actor, ref": (partial(making, old_log_probs="actor", ref=True), 9),
+    "maker, actor, critic": (partial(making, old_log_probs="actor", valued=True), 8),
+    "loss": (training, 5),
+    "loss, total": (partial(training, with_total=True), 5),
+    "loss, packed": (partial(training, passes=Passes(packed=True)), 4),
+    "loss, critic": (partial(training, valued=True), 7),
+    "loss, prompt_mean": (partial(training, aggregation="prompt_mean"), 7),
+    "MergeTurns": (partial(transforming, MergeTurns()), 1),
+    "DiscountedReturn": (partial(transforming, DiscountedReturn(0.9)), 1),
+}
+"""For each path what makes its call, and the most waits."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_waits(path: str) -> None:
+    make, most = PATHS[path]
+    call = make()
+    call()
+    call()
+    with simcuda.waits(deep=2) as waits:
+        call()
+    found = [f"{count} {kind} {where}" for (kind, _, where), count in sorted(waits.items())]
+    assert sum(waits.values()) <= most, "\n".join(found)
