@@ -282,7 +282,7 @@ def test_a_generator_of_another_device_is_refused(saved_on, given_on, tmp_path):
     RunCheckpoint(tmp_path).save(1, noise=torch.Generator(saved_on))
     given = torch.Generator(given_on)
     before = given.get_state()
-    with pytest.raises(ValueError, match=r"part 'noise' must be .* bytes of state, got a"):
+    with pytest.raises(ValueError, match="part 'noise' cannot be restored from"):
         RunCheckpoint(tmp_path).restore(noise=given)
     assert torch.equal(given.get_state(), before)
 
@@ -330,7 +330,7 @@ def test_an_engine_of_a_split_model_names_its_devices():
     model, tokenizer = tiny_chat_model(["guess"])
     model.lm_head.cuda()
     with pytest.raises(
-        ValueError, match=r"must be on one device, got a Qwen2.* on \['cpu', 'cuda:0'\]"
+        ValueError, match=r"must be on one device, got a \w+ on \['cpu', 'cuda:0'\]"
     ):
         TransformersEngine(model, tokenizer)
 
