@@ -163,11 +163,9 @@ CHOSEN = Settings(lr=2e-4, group_size=4, steps=2)
 CHOICES = {
     '``"turn"``, ``"ppo"``': CHOSEN,
     '``"grpo"``, ``"ppo"``': replace(CHOSEN, advantage="grpo"),
-    '``"dr_grpo"``, ``"ppo"``': replace(CHOSEN, advantage="dr_grpo"),
     '``"max_rl"``, ``"ppo"``': replace(CHOSEN, advantage="max_rl"),
     '``"turn"``, ``"reinforce"``': replace(CHOSEN, objective="reinforce"),
     '``"turn"``, ``"cispo"``': replace(CHOSEN, objective="cispo"),
-    '``"turn"``, ``"gspo"``': replace(CHOSEN, objective="gspo"),
 }
 
 
