@@ -64,6 +64,7 @@ def match(
     """
     parts = batch.segments
     found = opened.newest(parts.keys)
+    found[batch.anew] = -1
     if _all_go_on(opened, batch, paths, found, max_length):
         old, new = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
         rows, before = parts.starts[old] + opened.tail, opened.last[found[old]]
@@ -122,9 +123,12 @@ def _all_go_on(
     found: np.ndarray,
     max_length: int | None,
 ) -> bool:
-    """Whether every segment continues the only open episode of its id, if there is one."""
+    """Whether the first segment of each id continues its only open episode, if there is one.
+
+    Every later one must begin an episode, as the one before has ended.
+    """
     parts = batch.segments
-    if not parts.differ or opened.any_id_twice:
+    if len({*parts.keys}) + batch.anew.sum() < len(parts.keys) or opened.any_id_twice:
         return False
     at = np.flatnonzero(found >= 0)
     slots, rows = found[at], parts.starts[at] + opened.tail

@@ -1,7 +1,7 @@
 """The steps of unfinished episodes, in one log.
 
 Batches are appended, so that the rows of an episode increase with time. Rows of closed episodes are
-free, and a full log is compacted: its memory stays in proportion to the open steps.
+free, and a full log is compacted: its memory stays in proportion to the open steps and the last batch.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class OpenSteps:
                 self._free_slot(slot)
         if fresh:
             self._begin([(slot, parts.keys[i]) for slot, i in fresh.items() if slot not in gone])
-        self._shrink()
+        self._shrink(number)
 
     def restore(self, key: int, label: Label, steps: Steps) -> None:
         """Add a saved open episode."""
@@ -221,7 +221,7 @@ class OpenSteps:
         with interrupts_deferred():
             self._release(rows)
             self._free_slot(slot)
-            self._shrink()
+            self._shrink(0)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -254,12 +254,12 @@ class OpenSteps:
         if not self.by_id[key]:
             del self.by_id[key]
 
-    def _shrink(self) -> None:
-        """Return memory that the open steps do not need."""
+    def _shrink(self, more: int) -> None:
+        """Return memory that the open steps and ``more`` together do not need."""
         if not self.slots:
             self.tail = 0
-        if len(self.owner) > _SMALL_LOG and len(self.owner) > 12 * self.num_steps:
-            self._resize(0)
+        if len(self.owner) > max(_SMALL_LOG, 12 * (self.num_steps + more)):
+            self._resize(more)
 
     def _open_slots(self) -> np.ndarray:
         """Slots of the open episodes, in no order."""

@@ -64,6 +64,13 @@ class Batch:
     begins: np.ndarray
     """Bool ``[S]``: whether the segment's first step has a true ``"is_init"``."""
 
+    @cached_property
+    def anew(self) -> np.ndarray:
+        """Bool ``[S]``: whether the segment follows one of its id that ended, so begins an episode."""
+        found, ids = np.zeros(len(self.ended), dtype=bool), self.segments.ids
+        found[1:] = (ids[1:] == ids[:-1]) & self.ended[:-1]
+        return found
+
     def pairs(self, most: int) -> np.ndarray:
         """int64: the first ``most`` steps that the following one continues."""
         inner = np.ones(self.steps.length, dtype=bool)
