@@ -440,11 +440,7 @@ PARTS = {
         estimators,
     ),
     "passes": Part(COLUMNS, (40, 12, 12, 12, 12, 12), passes),
-    "trees": Part(
-        COLUMNS,
-        (40, 12, 12, 12, 12, 12),
-        shared_prefixes,
-    ),
+    "trees": Part(COLUMNS, (40, 12, 12, 12, 12, 12), shared_prefixes),
     "memory": Part(("vocabulary, how", "peak, MiB", "s"), (60, 20, 20), memory),
 }
 
