@@ -27,4 +27,6 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; a copy from the CPU does not wait for the device."""
-    return tensor.to(device, non_blocking=tensor.is_cpu)
+    if tensor.is_cpu and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -18,7 +18,6 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.checks import check_choice, check_positive_integer
-from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
 from torchrl_mt.data._store.selection import Clips
 from torchrl_mt.data._store.table import Choice
@@ -32,6 +31,7 @@ from torchrl_mt.data.samplers.priorities.updates import (
     reduce_rows,
 )
 from torchrl_mt.data.storage import EpisodeStorage
+from torchrl_mt.devices import sent
 
 __all__ = ["PrioritizedClipSampler"]
 
@@ -201,7 +201,7 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         numbers, _ = storage.table.places(clips.episodes, clips.offsets)
         weight = self._priorities.importance(torch.from_numpy(numbers), self._beta)
         steps = torch.from_numpy(weight.numpy().repeat(clips.widths))
-        return {"priority_weight": to_device(steps.view(index.shape), storage.device)}
+        return {"priority_weight": sent(steps.view(index.shape), storage.device)}
 
     # ---- priorities -----------------------------------------------------------------------------
 
