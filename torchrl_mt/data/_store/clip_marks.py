@@ -15,9 +15,9 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.handles import BURN_IN, END, PADDING, START
 from torchrl_mt.data._store.steps import Path, Steps, path_of
+from torchrl_mt.devices import sent
 
 __all__ = ["ClipMarks", "clip_marks", "edges", "told"]
 
@@ -109,7 +109,7 @@ def edges(runs: int, span: int, bit: int, device: torch.device) -> Tensor:
 
 def told(handles: np.ndarray, bit: int, device: torch.device) -> Tensor:
     """Return which handles have this bit: bool ``[N]``."""
-    return to_device(torch.from_numpy((handles & bit) != 0), device)
+    return sent(torch.from_numpy((handles & bit) != 0), device)
 
 
 def _raise(flags: Tensor, where: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from torch import Tensor
 from torchrl_mt._hosts.torch import times_changed
 from torchrl_mt.data._store.clip_marks import ClipMarks, edges, told
 from torchrl_mt.data._store.columns.columns import ReadPlan
-from torchrl_mt.data._store.columns.memory import to_device
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.handles import BURN_IN, END, HANDLES, PADDING, START, of_kind
 from torchrl_mt.data._store.ring import within
 from torchrl_mt.data._store.steps import Column, Path
 from torchrl_mt.data._store.strides import StridePlan
+from torchrl_mt.devices import sent
 
 __all__ = ["Clips", "Selection", "plan_clips", "plan_rows"]
 
@@ -79,7 +79,7 @@ class Selection:
         if device.type == "cpu":
             return self.index.clone()
         with torch.inference_mode(False):  # where torch does not count changes
-            given = to_device(self.index, device)
+            given = sent(self.index, device)
         self.given = given, times_changed(given)
         return given
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_mt.data._store.columns.buffer_pool import LEAST, BufferPool
 
-__all__ = ["Memory", "to_device"]
+__all__ = ["Memory"]
 
 
 class Memory:
@@ -63,13 +63,6 @@ class Memory:
     def for_sample(self, size: int, dtype: torch.dtype) -> Tensor:
         """Allocate a vector for a sample of at least ``large`` bytes."""
         return self._pool.empty(size, dtype)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to ``device`` without waiting for the device."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _mapped(folder: str | Path, nbytes: int) -> mmap.mmap:

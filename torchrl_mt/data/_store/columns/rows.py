@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_mt.data._store.columns.memory import Memory, to_device
+from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.ring import Blocks
 from torchrl_mt.data._store.schema import as_array, bits
 from torchrl_mt.data._store.steps import Rows
+from torchrl_mt.devices import sent
 
 if TYPE_CHECKING:
     from torchrl_mt.data._store.columns.columns import StoredColumn
@@ -54,7 +55,7 @@ class RowPlan:
     def starts_on(self, device: torch.device) -> Tensor:
         """``starts`` on a device other than the CPU; copied there once."""
         if self._moved is None or self._moved.device != device:
-            self._moved = to_device(self.starts, device)
+            self._moved = sent(self.starts, device)
         return self._moved
 
     def rows(self) -> Tensor:
