@@ -288,7 +288,7 @@ def own(item: Any, device: torch.device | None = None) -> Any:
 def rows_at(values: Tensor, order: Tensor) -> Tensor:
     """Copy the rows at the positions ``order``, int64 ``[N]``, whatever the dtype."""
     same = values.view(_SIGNED.get(values.dtype, values.dtype))
-    return same.index_select(0, order.to(values.device)).view(values.dtype)
+    return same.index_select(0, sent(order, values.device)).view(values.dtype)
 
 
 def step_tensors(column: Any) -> Sequence[Tensor]:
