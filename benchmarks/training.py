@@ -151,9 +151,6 @@ def trl(model: nn.Module, tokenizer: Any, load: Load) -> Iterator[None]:
     done: queue.Queue[bool] = queue.Queue()
 
     class TakeTurns(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            pass
-
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             done.put(True)
             control.should_training_stop = not go.get()
