@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from torchrl.data import TensorDictReplayBuffer
 
 from tests.objectives.conftest import make_model, make_rows
+from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, ValueModel
+from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import DiscountedReturn, MergeTurns
 
 simcuda: Any = sys.modules.get("simcuda")  # It must be imported before torch.
@@ -54,6 +59,41 @@ def transforming(transform: Callable[[TensorDict], Any]) -> Callable[[], Any]:
     return lambda: transform(turns)
 
 
+def sampling(**keywords: Any) -> Callable[[], Any]:
+    language_model, tokenizer = tiny_chat_model(["guess"])
+    engine = TransformersEngine(language_model.cuda(), tokenizer)
+    keywords |= {"max_new_tokens": 20, "stop_token_ids": ()}
+
+    async def play() -> None:
+        await asyncio.gather(*(engine.generate([2, 3, 4], **keywords) for _ in range(16)))
+
+    return lambda: asyncio.run(play())
+
+
+def replaying(sampler: Any, use: Callable[[Any], Any]) -> Callable[[], Any]:
+    buffer = TensorDictReplayBuffer(
+        storage=EpisodeStorage(1000, device="cuda"),
+        writer=EpisodeWriter(),
+        sampler=sampler,
+        batch_size=128,
+        priority_key="priority",
+    )
+    buffer.extend(episode())
+    return lambda: use(buffer)
+
+
+def episode() -> TensorDict:
+    done = torch.arange(40)[:, None] == 39
+    ends = {"observation": torch.rand(40, 3), "reward": torch.rand(40, 1), "done": done}
+    return TensorDict({"observation": torch.rand(40, 3), "next": ends}, [40])
+
+
+def update(buffer: Any) -> None:
+    sample = buffer.sample()
+    sample["priority"] = torch.ones(sample.shape, device="cuda")
+    buffer.update_tensordict_priority(sample)
+
+
 PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
     # transformers asks twice in each padded pass whether there is padding, and once if packed.
     "maker, sampler": (partial(making, old_log_probs="sampler"), 1),
@@ -67,6 +107,15 @@ PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
     "loss, critic": (partial(training, valued=True), 7),
     "loss, prompt_mean": (partial(training, aggregation="prompt_mean"), 7),
     "MergeTurns": (partial(transforming, MergeTurns()), 1),
+    # Of each step transformers' question and the copy of what was drawn; of prompts five uploads.
+    "engine, 20 steps": (sampling, 45),
+    "engine, 20 truncated steps": (
+        partial(sampling, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
+        45,
+    ),
+    "sample": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.sample()), 0),
+    "update priorities": (lambda: replaying(PrioritizedClipSampler(slice_len=8), update), 1),
+    "extend": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.extend(episode())), 0),
     "DiscountedReturn": (partial(transforming, DiscountedReturn(0.9)), 1),
 }
 """For each path what makes its call, and the most waits."""

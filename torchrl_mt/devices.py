@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,3 +33,8 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_cpu and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Make a tensor of numbers on a device without waiting for it."""
+    return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)

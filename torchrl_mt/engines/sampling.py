@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from torchrl_mt.devices import upload
+
 __all__ = ["BOUNDS", "Sampling", "checked_number", "draw", "random_word"]
 
 _MASK = 2**64 - 1
@@ -152,7 +154,7 @@ def draw(
     blocks = (pad(probs, (0, missing)) if missing else probs).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(-1).to(_precision(logits))
     cumulative = sums.cumsum(-1)
-    bits = torch.tensor([word >> 32 for word in words], dtype=sums.dtype, device=logits.device)
+    bits = upload([word >> 32 for word in words], logits.device, sums.dtype)
     uniform = ((bits + 0.5) / 2**32)[:, None]
     block = _first_above(cumulative, uniform)
     within = uniform * cumulative[:, -1:] - (cumulative - sums).gather(1, block)
@@ -182,7 +184,7 @@ def probabilities(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Ten
     """
     size, device = scores.shape[-1], scores.device
     if any(row.temperature not in (0, 1) for row in params):
-        temperature = torch.tensor([row.temperature or 1.0 for row in params], device=device)
+        temperature = upload([row.temperature or 1.0 for row in params], device)
         # The highest logit is 0 before the division, so a low temperature does not overflow.
         scores = (scores - scores.amax(-1, keepdim=True)).div_(temperature[:, None])
     probs = scores.softmax(-1)
@@ -191,16 +193,16 @@ def probabilities(scores: torch.Tensor, params: Sequence[Sampling]) -> torch.Ten
     top_p = {i: row.top_p for i, row in enumerate(params) if row.top_p < 1}
     for truncate, wanted in ((_top_k, top_k), (_top_p, top_p)):
         if wanted:
-            rows = torch.tensor(list(wanted), device=device)
+            rows = upload(list(wanted), device)
             probs.index_copy_(0, rows, truncate(probs.index_select(0, rows), [*wanted.values()]))
     if any(row.min_p for row in params):
-        shares = torch.tensor([row.min_p for row in params], device=device)[:, None]
+        shares = upload([row.min_p for row in params], device)[:, None]
         probs.masked_fill_(probs < shares * probs.amax(-1, keepdim=True), 0)
     return probs
 
 
 def _top_k(probs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
-    kept = torch.tensor(top_k, device=probs.device)[:, None]
+    kept = upload(top_k, probs.device)[:, None]
     least = probs.topk(max(top_k), -1).values.gather(1, kept - 1)
     return _truncated(probs, least, kept - (probs > least).sum(-1, keepdim=True))
 
@@ -211,7 +213,7 @@ def _top_p(probs: torch.Tensor, top_p: list[float]) -> torch.Tensor:
         return (probs * 2.0**50).floor_().to(_precision(probs))
 
     mass = units(probs)
-    share = torch.tensor(top_p, dtype=mass.dtype, device=probs.device)[:, None]
+    share = upload(top_p, probs.device, mass.dtype)[:, None]
     target = (share * mass.sum(-1, keepdim=True)).ceil_().clamp_(min=1)
     # The least probability that is kept, ten bits at a time: the bits of a float have its order.
     bits, digits = probs.view(torch.int32), torch.empty_like(probs, dtype=torch.int32)

@@ -31,6 +31,7 @@ from torchrl_mt._hosts.tensordict import (
     tensordict_of,
     unread_tree,
 )
+from torchrl_mt.devices import sent
 
 __all__ = [
     "Column",
@@ -287,7 +288,7 @@ def own(item: Any, device: torch.device | None = None) -> Any:
 def rows_at(values: Tensor, order: Tensor) -> Tensor:
     """Copy the rows at the positions ``order``, int64 ``[N]``, whatever the dtype."""
     same = values.view(_SIGNED.get(values.dtype, values.dtype))
-    return same.index_select(0, order.to(values.device)).view(values.dtype)
+    return same.index_select(0, sent(order, values.device)).view(values.dtype)
 
 
 def step_tensors(column: Any) -> Sequence[Tensor]:
@@ -449,7 +450,8 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
     _check_values(path, column)
     if isinstance(column, Rows):
         return Rows(_copies(column.items, device))
-    return column.to(device)
+    # The caller may change what is pinned before it is copied.
+    return column.to(device) if column.is_pinned() else sent(column, device)
 
 
 def _check_values(path: Path, column: Tensor | Rows) -> None:
@@ -473,7 +475,8 @@ def _copies(items: list[Tensor], device: torch.device | None = None) -> list[Ten
     vectors = all(item.ndim == 1 for item in items)
     # Copies that stay must not hold each other's memory if they are large.
     if len(found) == 1 and items[0].layout == torch.strided and (vectors or device is not None):
-        flat = torch.cat([item.reshape(-1) for item in items]).to(device)
+        flat = torch.cat([item.reshape(-1) for item in items])
+        flat = flat if device is None else sent(flat, device)
         parts = flat.split([item.numel() for item in items])
         return [part.view(item.shape) for part, item in zip(parts, items, strict=True)]
     return [item.clone() if device is None else item.to(device) for item in items]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, name_of
+from torchrl_mt.devices import on_cpu
 
 __all__ = ["FLAGS", "INIT", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
 
@@ -41,12 +42,14 @@ class EndFlags:
                 f"data must tell where episodes end: {name} {'' if missing else wanted}is "
                 f"missing; the keys are {names_of(steps)}."
             )
+        flags: list[Tensor] = []
+        for column in found:
+            if (flag := stacked(column)) is None:
+                raise ValueError("done flags must be tensors, got Python objects.")
+            flags.append(flag)
         # Flags of one width belong to the same agents.
         by_agents: dict[int, np.ndarray] = {}
-        for column in found:
-            flag = stacked(column)
-            if flag is None:
-                raise ValueError("done flags must be tensors, got Python objects.")
+        for flag in on_cpu(*flags):
             values = _array(flag, steps.length)
             width = values.shape[1]
             by_agents[width] = values | by_agents[width] if width in by_agents else values

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_mt.checks import check_choice, check_positive_integer
+from torchrl_mt.checks import as_tensor, check_choice, check_positive_integer
 from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
 from torchrl_mt.data._store.selection import Clips
 from torchrl_mt.data._store.table import Choice
@@ -31,7 +31,7 @@ from torchrl_mt.data.samplers.priorities.updates import (
     reduce_rows,
 )
 from torchrl_mt.data.storage import EpisodeStorage
-from torchrl_mt.devices import sent
+from torchrl_mt.devices import on_cpu, sent
 
 __all__ = ["PrioritizedClipSampler"]
 
@@ -232,11 +232,11 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             IndexError: if ``index`` has a step that was never stored.
         """
         held = episode_storage(self._storage if storage is None else storage, self)
-        index = check_index(index)
+        index, priority = on_cpu(check_index(index), as_tensor("priority", priority))
         values = check_priority(priority, index, self.dtype)
         if not index.numel():
             return
-        rows = index.cpu().reshape(-1, index.shape[-1] if index.ndim > 1 else 1).numpy()
+        rows = index.reshape(-1, index.shape[-1] if index.ndim > 1 else 1).numpy()
         if values.shape[0] != rows.shape[0]:
             values = reduce_rows(values.view(rows.shape), rows & PADDING != 0, self.reduction)
         steps = rows[:, 0]

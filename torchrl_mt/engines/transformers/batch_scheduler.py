@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchrl_mt.devices import on_cpu, upload
 from torchrl_mt.engines.sampling import draw, random_word
 from torchrl_mt.engines.transformers.batches import Batch, Prefill, Prompt, Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
@@ -292,7 +293,7 @@ class BatchScheduler:
             if batch.rows and not batch.prefills:
                 requests = batch.requests
                 last = [[request.tokens[-1]] for request in requests]
-                tokens = torch.tensor(last, device=self._model.layout.device)
+                tokens = upload(last, self._model.layout.device)
                 logits = self._model.logits(batch.cache.extend(tokens))
                 self._draw(logits, requests)
         self._since_admission += 1
@@ -313,7 +314,8 @@ class BatchScheduler:
         """Sample a token for each request, and remove complete requests."""
         words = [random_word(request.seed, len(request.tokens)) for request in requests]
         try:
-            tokens, log_probs = draw(logits, [request.sampling for request in requests], words)
+            drawn = draw(logits, [request.sampling for request in requests], words)
+            tokens, log_probs = on_cpu(*drawn)
         except Exception as error:
             if len(requests) > 1:  # one that cannot be drawn for must not end the others
                 for row, request in zip(logits.split(1), requests, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchrl_mt.devices import sent, upload
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.engines.stop_strings import StopStrings
 from torchrl_mt.engines.transformers.cached_model import CachedModel
@@ -111,12 +112,12 @@ class Prefill:
         self.left = longest = max(self._num_new)
         """Number of columns left to compute."""
         new = [[0] * (longest - p.num_new) + p.tokens[p.known :] for p in prompts]
-        self._tokens = torch.tensor(new, device=model.layout.device)
+        self._tokens = upload(new, model.layout.device)
         shown = [prompt.images for prompt in prompts if prompt.images is not None]
         self._images = {number: image for each in shown for number, image in each.images.items()}
         self._positions: torch.Tensor | None = None
         if any(each.positions is not None for each in shown):
-            self._positions = self._image_positions().to(model.layout.device)
+            self._positions = sent(self._image_positions(), model.layout.device)
 
     def computed(self) -> list[int]:
         """Number of each prompt's tokens that the cache holds."""

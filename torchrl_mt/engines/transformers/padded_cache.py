@@ -16,6 +16,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from torchrl_mt.devices import upload
+
 __all__ = ["CacheLayout", "PaddedCache"]
 
 _SLACK = 64
@@ -139,7 +141,7 @@ class PaddedCache(Cache):
         self._first = self._last - tokens.shape[1]
         self._real = None
         if min(num_new) < left + tokens.shape[1]:
-            firsts = self.end - torch.tensor(num_new, device=self.layout.device)[:, None]
+            firsts = self.end - upload(num_new, self.layout.device)[:, None]
             new = torch.arange(self._first, self._last, device=self.layout.device)
             self._real = (new >= firsts)[:, None, :, None]
         return self._inputs(rows, tokens, positions)
@@ -291,10 +293,10 @@ class PaddedCache(Cache):
     def _update_starts(self) -> None:
         """Update what is derived from ``starts``."""
         self._longest = min(self.starts, default=self.end)
-        self._starts = torch.tensor(self.starts, device=self.layout.device)[:, None]
+        self._starts = upload(self.starts, self.layout.device)[:, None]
         self._offsets: torch.Tensor | None = None
         if any(self.shifts):
-            shifts = torch.tensor(self.shifts, device=self.layout.device)[:, None]
+            shifts = upload(self.shifts, self.layout.device)[:, None]
             self._offsets = shifts - self._starts
 
 
