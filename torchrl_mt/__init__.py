@@ -2,8 +2,8 @@
 
 The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.transforms``, ``.envs``,
 ``.chat``, ``.engines``, ``.collectors``, ``.agents``, ``.datasets``, ``.scoring``, ``.objectives``,
-``.vision``, ``.view``, ``.audit`` and ``.pretrained``; bridges to other projects in ``.bridges``. Each
-is imported at its first use.
+``.vision``, ``.view``, ``.audit``, ``.pretrained`` and ``.trainers``; bridges to other projects in
+``.bridges``. Each is imported at its first use.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchrl_mt import pretrained as pretrained
     from torchrl_mt import scoring as scoring
     from torchrl_mt import testing as testing
+    from torchrl_mt import trainers as trainers
     from torchrl_mt import transforms as transforms
     from torchrl_mt import view as view
     from torchrl_mt import vision as vision
@@ -46,6 +47,7 @@ _SUBPACKAGES = (
     "pretrained",
     "scoring",
     "testing",
+    "trainers",
     "transforms",
     "view",
     "vision",

@@ -1,4 +1,4 @@
-"""``python -m torchrl_mt info``: versions, devices and extras of this installation."""
+"""``python -m torchrl_mt``: ``info`` about this installation, and ``train`` as a file says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,37 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m torchrl_mt", description=__doc__)
-    parser.add_argument("command", choices=["info"], help="print versions, devices and extras")
-    parser.parse_args(arguments)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="print versions, devices and extras")
+    keys = ""
+    if arguments[:1] == ["train"]:  # what it imports takes seconds
+        from torchrl_mt.trainers.config_file import explain_keys, trainer_from_file
+
+        keys = f"keys of the file:\n\n{explain_keys()}"
+    train = commands.add_parser(
+        "train",
+        help="train as a TOML file says",
+        epilog=keys,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", help="the file; its keys are those of MultiTurnTrainer")
+    train.add_argument("--resume", action="store_true", help="go on with the run in its folder")
+    given = parser.parse_args(arguments)
+    if given.command == "info":
+        print_info()
+        return 0
+    try:
+        trainer = trainer_from_file(given.config, resume=given.resume)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        train.error(str(error))
+    trainer.train()
+    return 0
+
+
+def print_info() -> None:
+    """Print versions, devices and extras."""
     extras = {
         name: f"lacks {', '.join(lacks)}: pip install 'torchrl-mt[{name}]'"
         if lacks
@@ -28,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(title)
         for name, value in lines.items():
             print(f"  {name:<13} {value}")
-    return 0
 
 
 if __name__ == "__main__":

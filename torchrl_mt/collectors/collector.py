@@ -114,6 +114,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
     """
 
     _instead = "make it where it runs, as with {name}.as_remote()"
+    init_random_frames = 0
+    """Frames without training, for TorchRL's ``Trainer``."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from torchrl_mt.datasets.conversations.hugging_face import to_hf_dataset
 from torchrl_mt.datasets.dataset import EpisodeDataset
 from torchrl_mt.datasets.registry import register_format
 from torchrl_mt.datasets.runs.run_checkpoint import RunCheckpoint
+from torchrl_mt.datasets.runs.trained_weights import TrainedWeights
 from torchrl_mt.datasets.transfer import load_episodes, save_episodes
 from torchrl_mt.datasets.writing import episode_writer, open_episodes
 
@@ -16,6 +17,7 @@ __all__ = [
     "DatasetError",
     "EpisodeDataset",
     "RunCheckpoint",
+    "TrainedWeights",
     "episode_writer",
     "load_episodes",
     "open_episodes",
