@@ -128,7 +128,8 @@ def load(
 
     Raises:
         ImportError: If LoRA is asked for and ``peft`` is not installed.
-        TypeError: If arguments for loading are given with a loaded model.
+        TypeError: If arguments for loading are given with a loaded model, or a model that has no name
+            comes without its tokenizer.
         ValueError: If the tokenizer has no chat template or no end-of-turn token, ``lr`` is not
             positive, or nothing would be trained.
 
@@ -156,6 +157,8 @@ def load(
                 f"{wrong} is for loading a model by its name, got a {type(model).__name__}."
             )
     if tokenizer is None:
+        if not isinstance(name_or_model, str) and name == type(model).__name__:
+            raise TypeError(f"tokenizer must be given with a {name} that has no name, got None.")
         tokenizer = AutoTokenizer.from_pretrained(name)
     if not tokenizer.chat_template:
         raise ValueError(

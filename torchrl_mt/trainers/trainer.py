@@ -7,7 +7,6 @@ module, log and checkpoint. A run that was killed at any moment goes on as if no
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import DefaultOptimizationStepper
+from torchrl.trainers import DefaultOptimizationStepper, Trainer
 from transformers import PreTrainedModel
 
 from torchrl_mt import pretrained
 from torchrl_mt.checks import check_at_least, check_positive_integer
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors.playing.env_factory import is_reward
 from torchrl_mt.datasets import RunCheckpoint, TrainedWeights
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import ToolEnv
@@ -30,7 +29,7 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.pretrained import Pretrained
 from torchrl_mt.transforms import MergeTurns
 from torchrl_mt.view import RunLog, check_run, plot_run, write_report
-from torchrl_mt.view.run_files import read_run
+from torchrl_mt.view.run_files import METRICS, read_run
 
 __all__ = ["MultiTurnTrainer"]
 
@@ -65,9 +64,10 @@ class MultiTurnTrainer(Trainer):
         critic: A value network, trained with the model, for ``advantage="gae"``.
         limits: Limits of an episode, or a mapping of them.
         sampling: Sampling parameters, such as ``{"temperature": 1.0, "stop": ["\n"]}``.
-        passes: How rows are cut into forward passes, or a mapping of it.
+        passes: How rows are cut into forward passes, or a mapping of it, with the temperature of
+            ``sampling``.
         lora: Train LoRA adapters, as for :func:`torchrl_mt.pretrained.load`.
-        lr: Learning rate; by default as suits the model.
+        lr: Learning rate of a model that is not loaded yet; by default as suits the model.
         clip_norm: Largest norm of the gradient.
         save_every: Updates between two checkpoints; 0 saves none.
         resume: Go on with the run in ``folder``, if there is one.
@@ -137,6 +137,8 @@ class MultiTurnTrainer(Trainer):
         check_positive_integer("optim_steps_per_batch", optim_steps_per_batch)
         check_at_least("eval_every", eval_every, 0)
         check_at_least("save_every", save_every, 0)
+        if eval_every and eval_data is None:
+            raise ValueError(f"eval_every needs eval_data, got eval_every={eval_every} without.")
         self.folder = Path(folder).expanduser()
         self._check_folder(resume, config)
         self.eval_every, self.updates, self.save_every = eval_every, updates, save_every
@@ -144,9 +146,11 @@ class MultiTurnTrainer(Trainer):
         torch.manual_seed(seed)
         if not isinstance(model, Pretrained):
             model = pretrained.load(model, lora=lora, lr=lr, device=device)
+        elif lr is not None or device is not None:
+            raise ValueError(f"lr and device are for pretrained.load, got {lr=} and {device=} here.")
         self.policy = model
         collector = MultiTurnCollector(
-            ToolEnv([], reward=task) if _is_reward(task) else task,
+            ToolEnv([], reward=task) if is_reward(task) else task,
             TransformersEngine(model.model, model.tokenizer),
             data,
             **{
@@ -156,12 +160,16 @@ class MultiTurnTrainer(Trainer):
                 "limits": Limits(**limits) if isinstance(limits, Mapping) else limits,
                 "sampling": {"seed": seed, **(sampling or {})},
                 "postproc": MergeTurns(pad_token_id=model.tokenizer.pad_token_id),
+                "options": CollectorOptions(seed=seed),
                 **(collector_kwargs or {}),
             },
         )
-        passes = Passes(**passes) if isinstance(passes, Mapping) else passes
+        if not isinstance(passes, Passes):
+            temperature = (sampling or {}).get("temperature", 1.0)
+            passes = Passes(**{"temperature": temperature, **(passes or {})})
         both = {"critic": critic, "passes": passes}
         experience = {"advantage": advantage, "gamma": gamma, **both, **(maker_kwargs or {})}
+        loss = {"objective": objective, **both, **(loss_kwargs or {})}
         self.maker = ExperienceMaker(model.model, **experience)
         super().__init__(
             collector=collector,
@@ -169,45 +177,43 @@ class MultiTurnTrainer(Trainer):
             frame_skip=1,
             num_epochs=num_epochs,
             optim_steps_per_batch=optim_steps_per_batch,
-            loss_module=MultiTurnLoss(
-                model.model, **{"objective": objective, **both, **(loss_kwargs or {})}
-            ),
+            loss_module=MultiTurnLoss(model.model, **loss),
             optimizer=model.optimizer,
             optimization_stepper=DefaultOptimizationStepper(),
             clip_norm=clip_norm,
             progress_bar=False,
+            auto_log_optim_steps=False,  # the log is the folder's
         )
         if critic is not None:
             own = [p for p in critic.parameters() if p.requires_grad]
             model.optimizer.add_param_group({"params": own})
         self.run_log = RunLog(self.folder, loggers, config=config, total_steps=updates)
         self.run_checkpoint = RunCheckpoint(self.folder / "checkpoints")
-        self.done = {"updates": 0, "frames": 0, "optim_steps": 0, "episodes": 0}
+        self.done = {"updates": 0, "frames": 0, "optim_steps": 0}
         self.results = dict[str, float]()
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._metrics: list[Any] = []
         self.register_op("batch_process", self._make_experience)
         self.register_op("pre_epoch", self._shuffle)
-        self.register_op("process_optim_batch", lambda batch: next(self._minibatches, None))
+        self.register_op("process_optim_batch", lambda batch: next(self._minibatches))
         self.register_op("post_optim_complete_log", self._keep_losses)
         self.register_op("post_steps", self._finish_update)
         self.register_op("shutdown", self._finish_run)
 
     def _check_folder(self, resume: bool, config: Mapping[str, Any]) -> None:
         """Refuse a folder with a run, unless it is this one and is to go on."""
-        if not (self.folder / "run.json").exists():
+        if not any((self.folder / name).exists() for name in (METRICS, "checkpoints")):
             return
         if not resume:
             raise FileExistsError(
                 f"folder must be new, got {self.folder}, which has a run: give resume=True to go on "
                 "with it, or another folder."
             )
-        began = read_run(self.folder).facts["config"]
+        began = read_run(self.folder).facts["config"] or {}
         for name, value in to_json(config).items():
-            if name in began and began[name] != value:
+            if began.get(name, value) != value:
                 raise ValueError(
-                    f"{name} must be {began[name]!r}, as when the run in {self.folder} began, got "
-                    f"{value!r}."
+                    f"{name} must be {began[name]!r} as in the run in {self.folder}, got {value!r}."
                 )
 
     @property
@@ -218,39 +224,39 @@ class MultiTurnTrainer(Trainer):
         return parts | {"done": self.done, "results": self.results}
 
     def train(self) -> dict[str, float]:
-        """Run the updates that are left.
+        """Run the updates that are left. To go on after an error, make a new trainer with ``resume``.
 
         Returns:
             ``"before"`` and ``"after"``: the mean reward of an episode in the evaluations, if there is
             ``eval_data``. ``"nll_before"`` and ``"nll_after"``: nats per token of plain text
             (:meth:`torchrl_mt.pretrained.Pretrained.plain_text_nll`), if the tokenizer knows its words.
         """
-        with self.run_log:
+        with self.run_log, self.collector:
             if self.run_checkpoint.restore(**self.parts) is None:
                 self._evaluate("before")
-            self.collected_frames = self.done["frames"]
-            self._optim_count = self.done["optim_steps"]
-            super().train()
+            self.collected_frames, self._optim_count = self.done["frames"], self.done["optim_steps"]
+            if self.done["updates"] < self.updates:
+                super().train()
+            else:
+                self._shutdown_hook()
         return self.results
 
-    # Hooks, in the order of their use
-
     def _make_experience(self, rows: TensorDictBase) -> TensorDictBase:
-        accepted = self.collector.stats()["accepted"]
-        played, self.done["episodes"] = accepted - self.done["episodes"], accepted
-        reward = rows["rewards", "full"].sum().item() / played
+        stats = self.collector.stats()  # which count the evaluations of this process alone
+        stats = {name: value for name, value in stats.items() if not name.startswith("eval/")}
+        reward = rows["rewards", "full"].sum().item() / len(rows["episode"].unique())
         rows = self.maker(rows)
-        self._metrics = [self.collector.stats(), self.maker.metrics, {"reward": reward}]
+        self._metrics = [stats, self.maker.metrics, {"reward": reward}]
         return rows
 
     def _shuffle(self, rows: TensorDictBase) -> TensorDictBase:
         parts = self.optim_steps_per_batch
-        shuffled = rows[torch.randperm(len(rows))] if parts > 1 else rows
-        self._minibatches = iter(shuffled.chunk(parts))
+        order = (torch.randperm if parts > 1 else torch.arange)(len(rows), device="cpu")
+        self._minibatches = (rows[part] for part in order.tensor_split(parts) if len(part))
         return rows
 
     def _keep_losses(self, optim_steps: int, losses: TensorDictBase | None) -> None:
-        self._metrics.append(losses)
+        self._metrics.append({} if losses is None else losses)
 
     def _finish_update(self) -> None:
         self.collector.update_policy_weights_(self.policy.model)
@@ -260,14 +266,16 @@ class MultiTurnTrainer(Trainer):
         if self.eval_every and update % self.eval_every == 0 and update < self.updates:
             self._metrics.append({"eval/reward": self._play()[0]})
         self.run_log.log(update, *self._metrics)
-        if self.save_every and (update % self.save_every == 0 or update == self.updates):
+        if self.save_every and update % self.save_every == 0:
             self.run_checkpoint.save(update, **self.parts)
 
     def _finish_run(self) -> None:
+        if self.save_every and self.done["updates"] % self.save_every:
+            self.run_checkpoint.save(self.done["updates"], **self.parts)
         self._evaluate("after")
         found = self.results
         for name, text in (("", "reward"), ("nll_", "plain text nll")):
-            if f"{name}after" in found:
+            if f"{name}before" in found and f"{name}after" in found:
                 print(f"{text} {found[f'{name}before']:.2f} -> {found[f'{name}after']:.2f}")
         for finding in check_run(self.folder):
             if finding.level != "good":
@@ -275,11 +283,10 @@ class MultiTurnTrainer(Trainer):
         with contextlib.suppress(ImportError):  # matplotlib is an extra
             print(f"curves: {plot_run(self.folder)}")
 
-    # Evaluation
-
     def _play(self) -> tuple[float, TensorDictBase]:
         """Play the items of the evaluation; return the mean reward of an episode, and the episodes."""
         played = self.collector.evaluate(self.eval_data)
+        self.collector.engine.forget_cache()  # so that training does not depend on evaluations
         episodes = played["next", "done"].sum().item()
         return played["next", "reward"].sum().item() / episodes, played
 
@@ -287,14 +294,6 @@ class MultiTurnTrainer(Trainer):
         """Take what :meth:`train` returns of this moment, and write a page of the episodes."""
         if self.eval_data is not None:
             self.results[when], played = self._play()
-            page = self.folder / f"{when}.html"
-            write_report(played, page, tokenizer=self.policy.tokenizer)
+            write_report(played, self.folder / f"{when}.html", tokenizer=self.policy.tokenizer)
         with contextlib.suppress(ValueError):  # a tokenizer of a few words has no plain text
             self.results[f"nll_{when}"] = self.policy.plain_text_nll()
-
-
-def _is_reward(task: Any) -> bool:
-    """Whether a task is a function that takes messages and an item."""
-    if isinstance(task, type) or not inspect.isroutine(task):
-        return False
-    return len(inspect.signature(task).parameters) == 2

@@ -137,8 +137,7 @@ class RunLog:
                 the log is closed.
         """
         _check_step(step)
-        if self._closed:
-            raise ValueError(f"the log of {self.folder} is closed: make a new RunLog to go on.")
+        self._check_open()
         found: dict[str, Any] = {}
         for each in (*dicts, numbers):
             if not isinstance(each, (Mapping, TensorDictBase)):
@@ -181,6 +180,10 @@ class RunLog:
         page = Report(source, tokenizer=tokenizer, title=title, health=faults)
         return page.write(self.folder / EPISODES / f"{step}.html")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the log of {self.folder} is closed: make a new RunLog to go on.")
+
     def close(self) -> None:
         """Close the bar and the loggers that were given by name; closing again does nothing."""
         if self._closed:
@@ -197,6 +200,7 @@ class RunLog:
                 mlflow.end_run()
 
     def __enter__(self) -> RunLog:
+        self._check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

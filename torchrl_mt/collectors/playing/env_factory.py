@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_workflow", "named", "resolve"]
+__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_reward", "is_workflow", "named", "resolve"]
 
 Player: TypeAlias = "TextEnv | Workflow | Any"
 """An environment, a workflow (it has ``arun_episode``) or an agent (it has ``run``)."""
@@ -103,6 +103,14 @@ def is_workflow(env: Any) -> bool:
 def is_agent(env: Any) -> bool:
     """Whether an object, or the instances of a class, are agents."""
     return callable(getattr(env, "run", None)) and not is_workflow(env)
+
+
+def is_reward(task: Any) -> bool:
+    """Whether a task must be called with two arguments: a reward function of messages and item."""
+    if isinstance(task, type) or not callable(task):
+        return False
+    needed = [p for p in inspect.signature(task).parameters.values() if p.default is p.empty]
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed) == 2
 
 
 def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["TrainedWeights"]
 
@@ -20,7 +20,8 @@ class TrainedWeights:
         module: A model, a loss module or an experience maker.
 
     Raises:
-        ValueError: From ``load_state_dict``, if other parameters are trained than in the saved run.
+        ValueError: From ``load_state_dict``, if other parameters are trained than in the saved run, or
+            some have other shapes; nothing has changed.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -40,11 +41,18 @@ class TrainedWeights:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise for what :meth:`load_state_dict` would refuse."""
-        if different := sorted(self.state_dict().keys() ^ state.keys()):
+        own = self.state_dict()
+        if different := sorted(own.keys() ^ state.keys()):
             raise ValueError(
                 f"the same parameters must be trained as in the saved run, got {different[0]!r} in one "
                 "of them only."
             )
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape != state[name].shape:
+                raise ValueError(
+                    f"{name} must have the shape {tuple(state[name].shape)} as in the saved run, got "
+                    f"{tuple(value.shape)}."
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)

@@ -330,6 +330,16 @@ class TransformersEngine(StaysInProcess):
                 self._scheduler.version += 1
             return self._scheduler.version
 
+    def forget_cache(self) -> None:
+        """Drop the cache, such as that of an evaluation: cached prefixes change how results are rounded.
+
+        Raises:
+            RuntimeError: if the engine is closed.
+        """
+        self._check_open()
+        with self._generation.paused():
+            self._scheduler.forget_cache()
+
     def close(self) -> None:
         """Stop generating, fail all open requests and free the cache."""
         self._closer()

@@ -1,0 +1,553 @@
+"""The trainer is the loop that one would write, and a run that was stopped goes on bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.utils import clip_grad_norm_
+
+from tests.tiers import slow
+from tests.trainers.runs import (
+    EVAL,
+    PROMPT,
+    WORDS,
+    StopError,
+    is_low,
+    logged,
+    policy,
+    same,
+    stop,
+    trainer,
+    value_model,
+    weights,
+)
+from tests.waiting import wait_until
+from torchrl_mt import pretrained
+from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.envs import GuessNumber
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
+from torchrl_mt.testing import tiny_chat_model
+from torchrl_mt.trainers import MultiTurnTrainer
+from torchrl_mt.trainers import trainer as module
+from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.view.run_files import read_run
+
+ITEMS = [{"messages": PROMPT}]
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch, request):
+    """Importing matplotlib takes longer than a run."""
+    if "curves" not in request.node.name:
+        monkeypatch.setattr(module, "plot_run", lambda folder: "left out")
+
+
+# ---- the loop -----------------------------------------------------------------------------------
+
+
+def loop(*, updates, seed, num_epochs=1, optim_steps=1, critic=None, **experience):
+    """The loop that one would write."""
+    torch.manual_seed(seed)
+    one = policy()
+    torch.manual_seed(seed)
+    collector = MultiTurnCollector(
+        GuessNumber(4, 2),
+        TransformersEngine(one.model, one.tokenizer),
+        episodes_per_batch=6,
+        total_episodes=6 * updates,
+        limits=Limits(max_response_tokens=1, on_cut="continue"),
+        sampling={"seed": seed},
+        options=CollectorOptions(seed=seed),
+        postproc=MergeTurns(pad_token_id=one.tokenizer.pad_token_id),
+    )
+    maker = ExperienceMaker(one.model, critic=critic, **experience)
+    loss_module = MultiTurnLoss(one.model, critic=critic)
+    parameters = [*one.model.parameters(), *([] if critic is None else critic.parameters())]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    before = mean_reward(collector)
+    for rows in collector:
+        rows = maker(rows)
+        for _ in range(num_epochs):
+            minibatches = [rows]
+            if optim_steps > 1:
+                minibatches = [rows[i] for i in torch.randperm(len(rows)).tensor_split(optim_steps)]
+            for minibatch in minibatches:
+                losses = loss_module(minibatch)
+                sum(v for k, v in losses.items() if k.startswith("loss")).backward()
+                clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        collector.update_policy_weights_(one.model)
+    results = {"before": before, "after": mean_reward(collector)}
+    collector.shutdown()
+    return one.model.state_dict(), results
+
+
+def mean_reward(collector):
+    played = collector.evaluate(EVAL)
+    collector.engine.forget_cache()
+    return (played["next", "reward"].sum() / played["next", "done"].sum()).item()
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize(("num_epochs", "optim_steps"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_it_is_the_loop_that_one_would_write(num_epochs, optim_steps, seed, tmp_path):
+    expected, results = loop(
+        updates=3, seed=seed, num_epochs=num_epochs, optim_steps=optim_steps, gamma=0.9
+    )
+    made = trainer(
+        tmp_path,
+        eval_data=EVAL,
+        seed=seed,
+        num_epochs=num_epochs,
+        optim_steps_per_batch=optim_steps,
+        gamma=0.9,
+    )
+    assert made.train() == pytest.approx(results, abs=0.0)
+    assert same(weights(made), expected)
+    assert not same(weights(made), policy().model.state_dict())
+
+
+def test_a_critic_is_trained_as_in_the_loop(tmp_path):
+    expected, mine = value_model(), value_model()
+    actor, _ = loop(updates=3, seed=0, critic=expected, advantage="gae")
+    made = trainer(tmp_path, eval_data=EVAL, critic=mine, advantage="gae")
+    made.train()
+    assert same(weights(made), actor)
+    assert same(mine.state_dict(), expected.state_dict())
+    assert not same(mine.state_dict(), value_model().state_dict())
+
+
+def test_evaluations_do_not_change_the_training(tmp_path):
+    plain, evaluated = trainer(tmp_path / "plain"), trainer(
+        tmp_path / "evaluated", eval_data=EVAL, eval_every=1
+    )
+    assert plain.train() == {}
+    evaluated.train()
+    assert same(weights(plain), weights(evaluated))
+    rows = logged(evaluated.folder)
+    assert ["eval/reward" in row for row in rows.values()] == [True, True, False]
+    for row in rows.values():
+        row.pop("eval/reward", None)
+    assert rows == logged(plain.folder)
+
+
+def test_it_learns(tmp_path):
+    made = trainer(
+        tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS * 20, updates=12, episodes_per_batch=24
+    )
+    results = made.train()
+    assert results["after"] > results["before"] + 0.4
+
+
+def test_the_folder_has_the_log_the_pages_and_the_curves(tmp_path, capsys):
+    made = trainer(tmp_path / "run", eval_data=EVAL, loggers=("csv",), model=policy())
+    made.train()
+    names = {each.name for each in (tmp_path / "run").iterdir()}
+    assert {"metrics.jsonl", "run.json", "before.html", "after.html", "checkpoints"} <= names
+    assert read_run(tmp_path / "run").facts["config"] == {
+        "episodes_per_batch": 6,
+        "group_size": 1,
+        "num_epochs": 1,
+        "optim_steps_per_batch": 1,
+        "seed": 0,
+        "lr": None,
+    }
+    printed = capsys.readouterr().out
+    assert "reward 0." in printed
+    assert "curves: " in printed
+
+
+def test_plain_text_is_scored_if_the_words_are_known(tmp_path):
+    words = " ".join([*WORDS, *pretrained.PLAIN_TEXT])
+    model, tokenizer = tiny_chat_model(words, hidden_size=16, intermediate_size=32)
+    made = trainer(tmp_path, model=pretrained.load(model, tokenizer, lora=False), updates=1)
+    assert sorted(made.train()) == ["nll_after", "nll_before"]
+
+
+# ---- batches of any size ------------------------------------------------------------------------
+
+
+def steps_of(made):
+    """The sizes of the minibatches of a run."""
+    sizes = []
+    forward = made.loss_module.forward
+
+    def counted(rows):
+        sizes.append(len(rows))
+        return forward(rows)
+
+    made.loss_module.forward = counted
+    made.train()
+    return sizes
+
+
+@pytest.mark.parametrize(("steps", "sizes"), [(1, [6]), (4, [2, 2, 1, 1]), (9, [1] * 6)])
+def test_every_row_is_in_one_minibatch_of_an_epoch(steps, sizes, tmp_path):
+    made = trainer(
+        tmp_path, task=is_low, data=ITEMS, updates=1, num_epochs=2, optim_steps_per_batch=steps
+    )
+    assert steps_of(made) == sizes * 2
+
+
+def test_an_update_whose_rows_are_all_left_out_changes_nothing(tmp_path):
+    made = trainer(tmp_path, updates=1, maker_kwargs={"process": lambda rows: rows[:0]})
+    before = weights(made)
+    assert steps_of(made) == []
+    assert same(weights(made), before)
+    assert made.done["updates"] == 1
+
+
+def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path):
+    data = iter([{"number": 1}, {"number": 2}] * 5)
+    made = trainer(tmp_path, data=data, updates=9, save_every=5)
+    made.train()
+    assert made.done["updates"] == 2
+    assert list(logged(tmp_path)) == [1, 2]
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert made.run_checkpoint.restore(**{"done": {}}) == 2
+
+
+@pytest.mark.parametrize("save_every", [0, 1, 2])
+def test_it_saves_as_often_as_it_is_told(save_every, tmp_path, monkeypatch):
+    made, saved = trainer(tmp_path, save_every=save_every), []
+    monkeypatch.setattr(made.run_checkpoint, "save", lambda step, **parts: saved.append(step))
+    made.train()
+    assert saved == {0: [], 1: [1, 2, 3], 2: [2, 3]}[save_every]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# ---- stopped runs -------------------------------------------------------------------------------
+
+RUNS = {
+    "plain": {},
+    "shuffled": {"num_epochs": 2, "optim_steps_per_batch": 3, "group_size": 2},
+    "evaluated": {"eval_data": EVAL, "eval_every": 1},
+    "seldom saved": {"save_every": 2, "eval_data": EVAL},
+    "never saved": {"save_every": 0, "eval_data": EVAL},
+    "critic": {"advantage": "gae", "optim_steps_per_batch": 2},
+    "shuffled items": {
+        "data": [{"number": k} for k in (1, 2, 3, 4)],
+        "collector_kwargs": {"options": CollectorOptions(shuffle=True)},
+    },
+    "lora": {},
+}
+
+
+def prepared(kind, folder, *, seed=0, **kwargs):
+    """A trainer of one of ``RUNS`` whose random weights follow from ``seed``."""
+    settings = {**RUNS[kind], **kwargs}
+    if kind == "critic":
+        settings["critic"] = value_model(seed + 7)
+    if kind == "lora":
+        settings["model"] = policy(lora=True)  # The base is what a model's name would give.
+    else:
+        settings["model"] = policy(seed)
+    return trainer(folder, **settings)
+
+
+@pytest.mark.parametrize("update", [1, 2, 3])
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_stopped_run_goes_on_bit_for_bit(kind, update, tmp_path):
+    whole = prepared(kind, tmp_path / "whole")
+    results = whole.train()
+    stopped = prepared(kind, tmp_path / "stopped")
+    stop(stopped, update)
+    with pytest.raises(StopError):
+        stopped.train()
+    # What was saved replaces what the next process begins with; without, it begins anew.
+    seed = 5 if (tmp_path / "stopped" / "checkpoints").exists() else 0
+    again = prepared(kind, tmp_path / "stopped", seed=seed, resume=True)
+    assert again.train() == results
+    assert same(weights(again), weights(whole))
+    if kind == "critic":
+        critics = [run.loss_module.critic_network_params for run in (again, whole)]
+        assert same(*(dict(critic.flatten_keys().items()) for critic in critics))
+    assert logged(again.folder) == logged(whole.folder)
+    assert again.done == whole.done
+
+
+def test_a_run_goes_on_for_more_updates(tmp_path):
+    whole = trainer(tmp_path / "whole", updates=4)
+    whole.train()
+    trainer(tmp_path / "longer", updates=2).train()
+    longer = trainer(tmp_path / "longer", model=policy(5), updates=4, resume=True)
+    longer.train()
+    assert same(weights(longer), weights(whole))
+    assert logged(longer.folder) == logged(whole.folder)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_run_that_is_done_is_only_evaluated(updates, tmp_path, caplog):
+    done = trainer(tmp_path, updates=2, eval_data=EVAL)
+    results = done.train()
+    again = trainer(tmp_path, model=policy(5), updates=updates, eval_data=EVAL, resume=True)
+    assert again.train() == results
+    assert same(weights(again), weights(done))
+    assert "yields nothing" not in caplog.text
+
+
+def test_evaluations_may_begin_later(tmp_path, capsys):
+    trainer(tmp_path, updates=1).train()
+    later = trainer(tmp_path, updates=2, eval_data=EVAL, resume=True)
+    assert list(later.train()) == ["after"]
+
+
+def test_checkpoints_of_adapters_leave_out_the_base(tmp_path):
+    made = trainer(tmp_path, model=policy(lora=True), updates=1)
+    made.train()
+    for part in ("trained", "maker"):
+        names = made.parts[part].state_dict().keys() - {"_extra_state"}
+        assert names
+        assert all("lora_" in name for name in names)
+
+
+def test_an_interrupted_run_ends_its_threads_and_begins_only_anew(tmp_path):
+    made = trainer(tmp_path)
+
+    def press():
+        raise KeyboardInterrupt
+
+    made.register_op("post_optim", press)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert made.collector._thread.closed
+    with pytest.raises(ValueError, match="is closed: make a new"):
+        made.train()
+
+
+def test_a_new_run_may_take_the_folder_of_one_that_never_learned(tmp_path):
+    def broken(messages, item):
+        raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        trainer(tmp_path, task=broken, data=ITEMS, eval_data=ITEMS).train()
+    trainer(tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS, updates=1).train()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from tests.trainers.test_trainer import *\n"
+        "module.plot_run = lambda folder: None\n"
+        "made = prepared('shuffled', Path(sys.argv[1]), updates=12, resume=True)\n"
+        "made.train(); torch.save(weights(made), Path(sys.argv[1]) / 'end.pt')\n"
+    )
+
+    def begin(folder):
+        command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
+        return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+
+    assert begin(tmp_path / "whole").wait() == 0
+    for updates in (1, 5, 9):
+        run = begin(tmp_path / "killed")
+        path = tmp_path / "killed" / "metrics.jsonl"
+        wait_until(lambda at=updates, path=path: path.exists() and len(logged(path.parent)) >= at)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    assert begin(tmp_path / "killed").wait() == 0
+    ends = [torch.load(tmp_path / name / "end.pt") for name in ("whole", "killed")]
+    assert same(*ends)
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+
+
+# ---- tasks, items and models --------------------------------------------------------------------
+
+
+class Workflow:
+    async def arun_episode(self, engine, data):
+        completion = await engine.generate([4, 5], max_new_tokens=1)
+        return {
+            "turns": [{"prompt": [4, 5], "completion": completion}],
+            "reward": float(completion.token_ids[0] % 2),
+        }
+
+
+class Agent:
+    async def run(self, data, *, base_url, api_key, http_client):
+        request = {"model": "policy", "messages": PROMPT, "max_tokens": 1}
+        url = f"{base_url}/chat/completions"
+        reply = await http_client.post(url, json=request, headers={"Authorization": api_key})
+        return float("1" in reply.json()["choices"][0]["message"]["content"])
+
+
+def with_default(messages, item, weight=0.5):
+    return weight * is_low(messages, item)
+
+
+class Grader:
+    def __call__(self, messages, item):
+        return is_low(messages, item)
+
+    def grade(self, messages, item):
+        return is_low(messages, item)
+
+
+TASKS = {
+    "environment": GuessNumber(4, 2),
+    "class": GuessNumber,
+    "factory": lambda: GuessNumber(4, 2),
+    "factory with defaults": lambda numbers=4, turns=2: GuessNumber(numbers, turns),
+    "name": "torchrl_mt.envs.GuessNumber",
+    "agent": Agent(),
+    "agent class": Agent,
+}
+REWARDS = {
+    "function": is_low,
+    "lambda": lambda messages, item: is_low(messages, item),
+    "partial": functools.partial(with_default, weight=1.0),
+    "default": with_default,
+    "callable": Grader(),
+    "method": Grader().grade,
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_whatever_a_collector_plays_is_a_task(name, tmp_path):
+    prompt = {"prompt": "guess 1 to 4"}
+    kwargs = {}
+    if name in ("class", "name"):
+        kwargs["collector_kwargs"] = {
+            "options": CollectorOptions(workflow_kwargs={"numbers": 4, "turns": 2, **prompt})
+        }
+    made = trainer(tmp_path, task=TASKS[name], updates=1, **kwargs)
+    made.train()
+    assert made.done["updates"] == 1
+    assert logged(tmp_path)[1]["accepted"] == 6
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_function_of_messages_and_item_is_a_reward(name, tmp_path):
+    made = trainer(tmp_path, task=REWARDS[name], data=ITEMS, eval_data=iter(ITEMS), updates=1)
+    made.train()
+    assert logged(tmp_path)[1]["turns_per_episode"] == 1
+
+
+@pytest.mark.parametrize(
+    "data", [[{"number": 2}], lambda: iter([{"number": 2}] * 4), None], ids=["list", "function", "none"]
+)
+def test_items_in_any_form(data, tmp_path):
+    made = trainer(tmp_path, data=data, group_size=2, advantage="grpo", updates=2)
+    made.train()
+    assert made.done["updates"] == 2
+
+
+def test_the_seed_orders_the_items(tmp_path):
+    seen = {}
+    for seed in (0, 0, 1):
+
+        def reward(messages, item, seed=seed):
+            seen.setdefault((seed, run), []).append(item["seed"])
+            return 0.0
+
+        run = len(seen)
+        task = type("Task", (GuessNumber,), {})
+        made = trainer(tmp_path / str(run), task=task(4, 2), seed=seed, updates=1)
+        items = iter(made.collector._items)
+        seen[seed, run] = [next(items).value["seed"] for _ in range(3)]
+    first, again, other = seen.values()
+    assert first == again
+    assert first != other
+
+
+def test_the_temperature_of_sampling_is_that_of_the_scores(tmp_path):
+    made = trainer(tmp_path, sampling={"temperature": 0.5}, passes={"packed": False}, updates=1)
+    made.train()
+    assert logged(tmp_path)[1]["ess"] == pytest.approx(1.0, abs=1e-4)
+    passes = Passes(temperature=0.5)
+    made = trainer(tmp_path / "given", sampling={"temperature": 0.5}, passes=passes)
+    assert made.maker.passes is passes
+
+
+def test_a_loaded_model_and_one_with_adapters_are_taken(tmp_path):
+    model, tokenizer = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    by_name = trainer(tmp_path / "a", model=folder, lora=False, lr=1e-3, device="cpu")
+    assert by_name.optimizer.param_groups[0]["lr"] == 1e-3
+    model.config.name_or_path = folder
+    loaded = trainer(tmp_path / "b", model=model, lora=False)
+    assert loaded.policy.model is model
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert trainer(tmp_path / "c", model=adapted).policy.model is adapted
+
+
+def test_trainers_share_nothing(tmp_path):
+    one, other = trainer(tmp_path / "1"), trainer(tmp_path / "2")
+    one.train()
+    assert other.collected_frames == other._optim_count == 0
+    assert not one._last_log
+    assert not one._log_dict
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"updates": 0}, ValueError, "updates"),
+        ({"updates": 1.5}, TypeError, "updates"),
+        ({"num_epochs": 0}, ValueError, "num_epochs"),
+        ({"optim_steps_per_batch": 0}, ValueError, "optim_steps_per_batch"),
+        ({"eval_every": -1}, ValueError, "eval_every"),
+        ({"save_every": -1}, ValueError, "save_every"),
+        ({"eval_every": 2}, ValueError, "eval_every needs eval_data, got eval_every=2"),
+        ({"group_size": 4}, ValueError, "episodes_per_batch must be a multiple of group_size=4"),
+        ({"advantage": "gea"}, ValueError, "Did you mean 'gae'"),
+        ({"advantage": "gae"}, ValueError, "needs a critic"),
+        ({"objective": "ppoo"}, ValueError, "ppo"),
+        ({"lr": 1e-4}, ValueError, "lr and device are for pretrained.load, got lr=0.0001"),
+        ({"device": "cpu"}, ValueError, "device='cpu'"),
+        ({"sampling": {"temperature": 0.0}}, ValueError, "temperature must be positive"),
+        ({"task": 3}, TypeError, "env must be a TextEnv"),
+        ({"data": []}, ValueError, "data must hold at least one item"),
+        ({"limits": 3}, TypeError, "limits must be"),
+    ],
+)
+def test_wrong_arguments_are_named(kwargs, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        trainer(tmp_path / "run", **kwargs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_name_needs_its_tokenizer(tmp_path):
+    model, _ = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
+    with pytest.raises(TypeError, match="tokenizer must be given"):
+        trainer(tmp_path, model=model)
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path):
+    trainer(tmp_path, updates=1).train()
+    with pytest.raises(FileExistsError, match="give resume=True"):
+        trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"episodes_per_batch": 8}, {"group_size": 2}, {"num_epochs": 2}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_run_goes_on_only_as_it_began(other, tmp_path):
+    trainer(tmp_path, updates=1).train()
+    ((name, value),) = other.items()
+    with pytest.raises(ValueError, match=f"{name} must be . as in the run in .*, got {value}"):
+        trainer(tmp_path, resume=True, **other)
+
+
+def test_every_argument_is_explained():
+    text = MultiTurnTrainer.__doc__.split("Args:\n")[1].split("\n\n")[0]
+    import inspect
+
+    named = [line.strip().split(":")[0] for line in text.splitlines() if line[8:9].strip()]
+    assert named == [*inspect.signature(MultiTurnTrainer).parameters]
