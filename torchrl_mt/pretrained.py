@@ -67,11 +67,17 @@ class Pretrained:
         Returns:
             The negative log-likelihood, in nats per token. It should stay within a few tenths; a rise
             by 1 or more means that training destroys the model.
+
+        Raises:
+            ValueError: If the tokenizer lacks a word, as tiny ones do.
         """
         nll, count = 0.0, 0
         with scoring_mode(self.model):
             for text in PLAIN_TEXT:
-                ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
+                try:
+                    ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
+                except Exception as error:  # tokenizers raises no more special one
+                    raise ValueError(f"{self.name} has no tokens for {text!r}: {error}") from error
                 output = run_model(
                     self.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 )

@@ -55,9 +55,7 @@ def same(some, others):
 def logged(folder):
     """The numbers of each update, but times."""
     rows = read_run(folder).rows.items()
-    return {
-        step: {k: v for k, v in row.items() if not k.startswith(TIMES)} for step, row in rows
-    }
+    return {step: {k: v for k, v in row.items() if not k.startswith(TIMES)} for step, row in rows}
 
 
 class StopError(Exception):

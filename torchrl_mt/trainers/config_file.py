@@ -40,8 +40,8 @@ def trainer_from_file(path: str | Path, *, resume: bool = False) -> MultiTurnTra
     """Make the trainer of a run that a file describes.
 
     ``task``, ``data`` and ``eval_data`` are names as ``"module.name"``, of modules beside the file or
-    installed ones; ``data`` and ``eval_data`` may also be lists of items, or files of JSON lines, an item
-    each. Paths are relative to the file.
+    installed ones; ``data`` and ``eval_data`` may also be lists of items, or files of JSON lines, an
+    item each. Paths are relative to the file.
 
     Args:
         path: The TOML file.
@@ -70,9 +70,11 @@ def trainer_from_file(path: str | Path, *, resume: bool = False) -> MultiTurnTra
         collecting["options"] = CollectorOptions(**options)
     for key in ("model", "task", "folder"):
         if not isinstance(config.get(key), str):
-            raise ValueError(f"{path} must have {key} = \"...\", got {config.get(key, 'nothing')!r}.")
+            raise ValueError(f'{path} must have {key} = "...", got {config.get(key, "nothing")!r}.')
     here = path.absolute().parent
-    if str(here) not in sys.path:  # It stays, as a script's folder does: functions may import later.
+    if (
+        str(here) not in sys.path
+    ):  # It stays, as a script's folder does: functions may import later.
         sys.path.insert(0, str(here))
     config["task"] = named(config["task"], "task")
     for key in {"data", "eval_data"} & config.keys():

@@ -147,7 +147,9 @@ class MultiTurnTrainer(Trainer):
         if not isinstance(model, Pretrained):
             model = pretrained.load(model, lora=lora, lr=lr, device=device)
         elif lr is not None or device is not None:
-            raise ValueError(f"lr and device are for pretrained.load, got {lr=} and {device=} here.")
+            raise ValueError(
+                f"lr and device are for pretrained.load, got {lr=} and {device=} here."
+            )
         self.policy = model
         collector = MultiTurnCollector(
             ToolEnv([], reward=task) if is_reward(task) else task,
@@ -256,7 +258,7 @@ class MultiTurnTrainer(Trainer):
         return rows
 
     def _keep_losses(self, optim_steps: int, losses: TensorDictBase | None) -> None:
-        self._metrics.append({} if losses is None else losses)
+        self._metrics.append(losses)
 
     def _finish_update(self) -> None:
         self.collector.update_policy_weights_(self.policy.model)
