@@ -90,6 +90,12 @@ def test_plain_text_is_as_likely_as_the_model_itself_says():
     assert policy.plain_text_nll() == pytest.approx(expected, abs=1e-5)
 
 
+def test_plain_text_of_unknown_words_is_told(folder):
+    for policy in (pretrained.load(folder), pretrained.load(*tiny_chat_model("yes no"))):
+        with pytest.raises(ValueError, match="has no tokens for 'The sun rises"):
+            policy.plain_text_nll()
+
+
 def test_learning_rates_by_size_and_kind():
     sizes = (int(5e8), int(7e9), int(7e10))
     assert [pretrained.learning_rate(n, lora=True) for n in sizes] == [3e-4, 1e-4, 5e-5]
@@ -102,6 +108,8 @@ def test_what_cannot_be_trained_is_refused_by_name(folder):
         pretrained.load(folder, lr=0)
     with pytest.raises(TypeError, match="revision is for loading a model by its name"):
         pretrained.load(model, tokenizer, revision="main")
+    with pytest.raises(TypeError, match="tokenizer must be given with a LlamaForCausalLM"):
+        pretrained.load(model)
     with pytest.raises(ValueError, match="requires_grad"):
         pretrained.load(model.requires_grad_(False), tokenizer, lora=False)
     tokenizer.chat_template = None

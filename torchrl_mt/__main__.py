@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = trainer_from_file(given.config, resume=given.resume)
     except (ImportError, OSError, TypeError, ValueError) as error:
         train.error(str(error))
-    trainer.train()
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the last checkpoint")
+        return 130
     return 0
 
 

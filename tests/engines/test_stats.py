@@ -134,6 +134,22 @@ def test_what_is_kept_leaves_with_an_update(tokenizer, model):
     assert stats["prefill_tokens"] - before["prefill_tokens"] == 8
 
 
+def test_what_is_kept_leaves_if_asked_and_the_version_stays(tokenizer, model):
+    engine = endless(model, tokenizer)
+    prompt = prompts(1, length=50)[0]
+    answers = [generate_all(engine, [prompt], max_new_tokens=3, seed=1)]
+    assert engine.stats()["kept_tokens"] > 0
+    engine.forget_cache()
+    assert engine.stats()["kept_tokens"] == 0
+    assert engine.version == 0
+    answers.append(generate_all(engine, [prompt], max_new_tokens=3, seed=1))
+    assert answers[0] == answers[1]
+    assert engine.stats()["prefill_tokens"] == 100
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.forget_cache()
+
+
 @few_or_many(5, 15)
 def test_trees_of_prompts_are_computed_as_trees(tokenizer, model, examples):
     paths = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=12)

@@ -147,6 +147,15 @@ def test_the_command_trains_and_goes_on(write, tmp_path, capsys):
     assert "checkpoint-2" in {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()}
 
 
+def test_an_interrupted_command_says_how_to_go_on(write, monkeypatch, capsys):
+    def press(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MultiTurnTrainer, "train", press)
+    assert main(["train", str(write())]) == 130
+    assert "--resume goes on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "changes", "message"),
     [

@@ -194,6 +194,8 @@ def test_damage_names_the_line_and_a_closed_log_refuses(tmp_path):
     run.close()
     with pytest.raises(ValueError, match="is closed"):
         run.log(1, a=1)
+    with pytest.raises(ValueError, match="is closed"), run:
+        pass
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("nonsense\n")
     with pytest.raises(ValueError, match="damaged at line 2"):

@@ -147,9 +147,7 @@ class MultiTurnTrainer(Trainer):
         if not isinstance(model, Pretrained):
             model = pretrained.load(model, lora=lora, lr=lr, device=device)
         elif lr is not None or device is not None:
-            raise ValueError(
-                f"lr and device are for pretrained.load, got {lr=} and {device=} here."
-            )
+            raise ValueError(f"lr and device are for pretrained.load, got {lr=} and {device=}.")
         self.policy = model
         collector = MultiTurnCollector(
             ToolEnv([], reward=task) if is_reward(task) else task,

@@ -20,7 +20,16 @@ from torchrl.envs import EnvBase
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.envs import ChatEnvAdapter, TextEnv
 
-__all__ = ["Make", "MakePlayer", "Player", "is_agent", "is_reward", "is_workflow", "named", "resolve"]
+__all__ = [
+    "Make",
+    "MakePlayer",
+    "Player",
+    "is_agent",
+    "is_reward",
+    "is_workflow",
+    "named",
+    "resolve",
+]
 
 Player: TypeAlias = "TextEnv | Workflow | Any"
 """An environment, a workflow (it has ``arun_episode``) or an agent (it has ``run``)."""
