@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from tests.tiers import slow
 from tests.trainers.runs import WORDS, same, weights
 from torchrl_mt.__main__ import main
 from torchrl_mt.testing import tiny_chat_model
@@ -109,7 +110,7 @@ def test_a_file_is_the_call_with_its_keys(write, tmp_path):
     assert same(weights(made), weights(other))
 
 
-@pytest.mark.parametrize("key", ["data", "eval_data"])
+@pytest.mark.parametrize("key", ["data", slow("eval_data")])
 @pytest.mark.parametrize(
     "given",
     [

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
 
-from tests.tiers import some_fast
+from tests.tiers import first_fast, slow, some_fast
 from tests.trainers.runs import (
     EVAL,
     PROMPT,
@@ -102,7 +102,7 @@ def mean_reward(collector):
 
 @pytest.mark.parametrize(
     ("num_epochs", "optim_steps", "seed"),
-    some_fast([(1, 1, 0), (2, 3, 3)], product((1, 2), (1, 2, 3), (0, 3))),
+    some_fast([(2, 3, 3)], product((1, 2), (1, 2, 3), (0, 3))),
 )
 def test_it_is_the_loop_that_one_would_write(num_epochs, optim_steps, seed, tmp_path):
     expected, results = loop(
@@ -123,8 +123,8 @@ def test_it_is_the_loop_that_one_would_write(num_epochs, optim_steps, seed, tmp_
 
 def test_a_critic_is_trained_as_in_the_loop(tmp_path):
     expected, mine = value_model(), value_model()
-    actor, _ = loop(updates=3, seed=0, critic=expected, advantage="gae")
-    made = trainer(tmp_path, eval_data=EVAL, critic=mine, advantage="gae")
+    actor, _ = loop(updates=2, seed=0, critic=expected, advantage="gae")
+    made = trainer(tmp_path, updates=2, eval_data=EVAL, critic=mine, advantage="gae")
     made.train()
     assert same(weights(made), actor)
     assert same(mine.state_dict(), expected.state_dict())
@@ -132,26 +132,25 @@ def test_a_critic_is_trained_as_in_the_loop(tmp_path):
 
 
 def test_evaluations_do_not_change_the_training(tmp_path):
-    plain, evaluated = (
-        trainer(tmp_path / "plain"),
-        trainer(tmp_path / "evaluated", eval_data=EVAL, eval_every=1),
-    )
+    plain = trainer(tmp_path / "plain", updates=2)
+    evaluated = trainer(tmp_path / "evaluated", updates=2, eval_data=EVAL, eval_every=1)
     assert plain.train() == {}
     evaluated.train()
     assert same(weights(plain), weights(evaluated))
     rows = logged(evaluated.folder)
-    assert ["eval/reward" in row for row in rows.values()] == [True, True, False]
+    assert ["eval/reward" in row for row in rows.values()] == [True, False]
     for row in rows.values():
         row.pop("eval/reward", None)
     assert rows == logged(plain.folder)
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     made = trainer(
-        tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS * 20, updates=12, episodes_per_batch=24
+        tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS * 20, updates=8, episodes_per_batch=24
     )
     results = made.train()
-    assert results["after"] > results["before"] + 0.4
+    assert results["after"] > results["before"] + 0.3
 
 
 @pytest.mark.slow
@@ -202,7 +201,7 @@ def steps_of(made):
     return sizes
 
 
-@pytest.mark.parametrize(("steps", "sizes"), [(1, [6]), (4, [2, 2, 1, 1]), (9, [1] * 6)])
+@pytest.mark.parametrize(("steps", "sizes"), [(4, [2, 2, 1, 1]), slow(1, [6]), slow(9, [1] * 6)])
 def test_every_row_is_in_one_minibatch_of_an_epoch(steps, sizes, tmp_path):
     made = trainer(
         tmp_path, task=is_low, data=ITEMS, updates=1, num_epochs=2, optim_steps_per_batch=steps
@@ -220,7 +219,7 @@ def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path):
     assert made.run_checkpoint.restore(**{"done": {}}) == 2
 
 
-@pytest.mark.parametrize("save_every", [0, 1, 2])
+@pytest.mark.parametrize("save_every", first_fast([2, 0, 1]))
 def test_it_saves_as_often_as_it_is_told(save_every, tmp_path, monkeypatch):
     made, saved = trainer(tmp_path, save_every=save_every), []
     monkeypatch.setattr(made.run_checkpoint, "save", lambda step, **parts: saved.append(step))
@@ -266,7 +265,7 @@ def prepared(kind, folder, *, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "update"), some_fast([("all at once", 2), ("lora", 2)], product(RUNS, (1, 2, 3)))
+    ("kind", "update"), some_fast([("all at once", 2)], product(RUNS, (1, 2, 3)))
 )
 def test_a_stopped_run_goes_on_bit_for_bit(kind, update, tmp_path):
     whole = prepared(kind, tmp_path / "whole")
@@ -287,22 +286,22 @@ def test_a_stopped_run_goes_on_bit_for_bit(kind, update, tmp_path):
 
 
 def test_a_run_goes_on_for_more_updates(tmp_path):
-    whole = trainer(tmp_path / "whole", updates=4)
+    whole = trainer(tmp_path / "whole", updates=2)
     whole.train()
-    trainer(tmp_path / "longer", updates=2).train()
-    longer = trainer(tmp_path / "longer", model=policy(5), updates=4, resume=True)
+    trainer(tmp_path / "longer", updates=1).train()
+    longer = trainer(tmp_path / "longer", model=policy(5), updates=2, resume=True)
     longer.train()
     assert same(weights(longer), weights(whole))
     assert logged(longer.folder) == logged(whole.folder)
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_a_run_that_is_done_is_only_evaluated(updates, tmp_path, caplog):
+def test_a_run_that_is_done_is_only_evaluated(tmp_path, caplog):
     done = trainer(tmp_path, updates=2, eval_data=EVAL)
     results = done.train()
-    again = trainer(tmp_path, model=policy(5), updates=updates, eval_data=EVAL, resume=True)
-    assert again.train() == results
-    assert same(weights(again), weights(done))
+    for updates in (2, 1):
+        again = trainer(tmp_path, model=policy(5), updates=updates, eval_data=EVAL, resume=True)
+        assert again.train() == results
+        assert same(weights(again), weights(done))
     assert "yields nothing" not in caplog.text
 
 
@@ -419,7 +418,7 @@ REWARDS = {
 }
 
 
-@pytest.mark.parametrize("name", some_fast(["name", "agent class", "workflow"], TASKS))
+@pytest.mark.parametrize("name", some_fast(["name", "agent class"], TASKS))
 def test_whatever_a_collector_plays_is_a_task(name, tmp_path):
     prompt = {"prompt": "guess 1 to 4"}
     kwargs = {}
@@ -433,7 +432,7 @@ def test_whatever_a_collector_plays_is_a_task(name, tmp_path):
     assert logged(tmp_path)[1]["accepted"] == 6
 
 
-@pytest.mark.parametrize("name", some_fast(["function", "partial", "callable"], REWARDS))
+@pytest.mark.parametrize("name", some_fast(["partial"], REWARDS))
 def test_a_function_of_messages_and_item_is_a_reward(name, tmp_path):
     kwargs = {"updates": 1, "save_every": 0, "episodes_per_batch": 2}
     made = trainer(tmp_path, task=REWARDS[name], data=ITEMS, eval_data=iter(ITEMS), **kwargs)
@@ -441,15 +440,14 @@ def test_a_function_of_messages_and_item_is_a_reward(name, tmp_path):
     assert logged(tmp_path)[1]["turns_per_episode"] == 1
 
 
-@pytest.mark.parametrize(
-    "data",
-    [[{"number": 2}], lambda: iter([{"number": 2}] * 4), None],
-    ids=["list", "function", "none"],
-)
-def test_items_in_any_form(data, tmp_path):
-    made = trainer(tmp_path, data=data, group_size=2, advantage="grpo", updates=2)
+DATA = {"list": [{"number": 2}], "function": lambda: iter([{"number": 2}] * 4), "none": None}
+
+
+@pytest.mark.parametrize("name", some_fast(["function"], DATA))
+def test_items_in_any_form(name, tmp_path):
+    made = trainer(tmp_path, data=DATA[name], group_size=2, advantage="grpo", updates=2)
     made.train()
-    assert made.done["updates"] == 2
+    assert logged(tmp_path)[2]["accepted"] == 12
 
 
 class Recording(GuessNumber):
@@ -497,8 +495,9 @@ def test_a_loaded_model_and_one_with_adapters_are_taken(tmp_path):
 
 
 def test_trainers_share_nothing(tmp_path):
-    one, other = trainer(tmp_path / "1"), trainer(tmp_path / "2")
+    one, other = trainer(tmp_path / "1", updates=1), trainer(tmp_path / "2")
     one.train()
+    assert (one.collected_frames, one._optim_count) == (6, 1)
     assert other.collected_frames == other._optim_count == 0
     assert not one._last_log
     assert not one._log_dict
@@ -547,16 +546,14 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
         trainer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"seed": 1}, {"episodes_per_batch": 8}, {"group_size": 2}, {"num_epochs": 2}],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_run_goes_on_only_as_it_began(other, tmp_path):
+def test_a_run_goes_on_only_as_it_began(tmp_path):
     trainer(tmp_path, updates=1).train()
-    ((name, value),) = other.items()
-    with pytest.raises(ValueError, match=f"{name} must be . as in the run in .*, got {value}"):
-        trainer(tmp_path, resume=True, **other)
+    began = {"episodes_per_batch": 6, "group_size": 1, "num_epochs": 1, "seed": 0}
+    for name, value in began.items():
+        with pytest.raises(
+            ValueError, match=f"{name} must be {value} as in the run in .*, got {value + 2}"
+        ):
+            trainer(tmp_path, resume=True, **{name: value + 2})
 
 
 def test_every_argument_is_explained():
