@@ -56,6 +56,8 @@ def test_adapters_and_models_of_ones_own_are_kept(folder):
     model, tokenizer = tiny_chat_model("yes no")
     config = LoraConfig(r=2, target_modules=["q_proj"])
     assert pretrained.load(model, tokenizer, lora=config).model.peft_config["default"] is config
+    given = pretrained.load(tiny_chat_model("yes no")[0], tokenizer, lora={"r": 4})
+    assert (given.model.active_peft_config.r, given.model.active_peft_config.lora_alpha) == (4, 8)
     actor = get_peft_model(tiny_chat_model("yes no")[0], config)
     policy = pretrained.load(actor, tokenizer, lora=False)
     assert policy.model is actor

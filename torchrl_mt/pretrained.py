@@ -6,6 +6,7 @@ learning rate and the number type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +123,8 @@ def load(
         name_or_model: A name on the Hugging Face Hub, a folder, or a model that is loaded already.
         tokenizer: The model's tokenizer; by default it is loaded by the model's name.
         lora: Train LoRA adapters on all linear layers (rank 16, ``lora_alpha`` 32, no dropout), which
-            keeps what the model knows. Or a ``peft.LoraConfig``; or ``False``, to train all weights. A
-            ``PeftModel`` keeps its own.
+            keeps what the model knows. Or a ``peft.LoraConfig``, or a mapping such as ``{"r": 8}``; or
+            ``False``, to train all weights. A ``PeftModel`` keeps its own.
         lr: Learning rate; by default :func:`learning_rate`.
         device: Where the model goes; by default it stays where it was loaded, as it must with
             ``device_map`` or quantised weights.
@@ -203,12 +204,8 @@ def _with_lora(model: nn.Module, config: Any) -> Any:
         raise ImportError(
             "LoRA needs peft: pip install 'torchrl-mt[lora]'; lora=False trains all weights."
         ) from error
-    if config is True:
-        config = LoraConfig(
-            r=16,
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
+    if config is True or isinstance(config, Mapping):
+        given = {"r": 16} if config is True else {"r": 16, **config}
+        usual = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
+        config = LoraConfig(**{"lora_alpha": 2 * given["r"], **usual, **given})
     return get_peft_model(model, config)

@@ -127,6 +127,11 @@ def test_items_are_named_or_listed_or_in_a_file(key, given, write, tmp_path):
     assert list(data() if callable(data) else data) == [{"number": 1}, {"number": 2}]
 
 
+def test_adapters_may_be_a_table(write):
+    made = module.trainer_from_file(write(lora="{r = 2}"))
+    assert made.policy.model.active_peft_config.r == 2
+
+
 def test_the_folder_may_be_at_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert module.trainer_from_file(write(folder='"~/run"')).folder == tmp_path / "home" / "run"
