@@ -205,7 +205,8 @@ def _with_lora(model: nn.Module, config: Any) -> Any:
             "LoRA needs peft: pip install 'torchrl-mt[lora]'; lora=False trains all weights."
         ) from error
     if config is True or isinstance(config, Mapping):
-        given = {"r": 16} if config is True else {"r": 16, **config}
-        usual = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
-        config = LoraConfig(**{"lora_alpha": 2 * given["r"], **usual, **given})
+        settings: dict[str, Any] = {"r": 16, "lora_dropout": 0.0, "target_modules": "all-linear"}
+        settings |= {} if config is True else config
+        settings = {"lora_alpha": 2 * settings["r"], "task_type": "CAUSAL_LM", **settings}
+        config = LoraConfig(**settings)
     return get_peft_model(model, config)
