@@ -1,6 +1,6 @@
 """The README's second quickstart and the programs for real models, run as users run them.
 
-All but the quickstart and the game make fewer updates than by default. Measured results with three seeds
+All but the quickstart make fewer updates than by default. Measured results with three seeds
 are in the programs; one seed must reach less here.
 """
 
@@ -35,10 +35,10 @@ def results(command: list[str], cwd: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("program", "most_before", "least_after"),
     [
-        ("guess_number", 0.5, 0.55),
-        ("offline_dialogues --updates 8", 0.1, 0.5),
-        ("openai_agent --updates 8", 0.4, 0.5),
-        ("tool_agent --updates 5", 0.1, 0.5),
+        ("guess_number --updates 4 --eval-episodes 32", 0.5, 0.45),
+        ("offline_dialogues --updates 2 --held-out 16", 0.1, 0.3),
+        ("openai_agent --updates 5 --held-out 16", 0.4, 0.4),
+        ("tool_agent --updates 2", 0.1, 0.3),
         ("README", 0.4, 0.6),
     ],
 )
@@ -53,5 +53,5 @@ def test_a_program_ends_far_above_its_start_and_damages_nothing(
         command = [str(ROOT / "examples" / f"{name}.py"), "--model", folder, *options]
     before, after, nll_before, nll_after = results(command, tmp_path)
     assert before < most_before
-    assert after > max(least_after, before + 0.2)
+    assert after > max(least_after, before + 0.1)
     assert nll_after < nll_before + 0.3
