@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def beside_a_model(tmp_path, monkeypatch):
 def code(section, page=PAGE, number=0, language="python"):
     """A block of a page, with the tiny model and few updates."""
     text = code_of(page, section, number, language).replace(NAME, "model")
-    return text.replace("updates=40", "updates=1").replace("updates = 40", "updates = 1")
+    return re.sub(r"\bupdates( ?= ?)(40|10)\b", r"updates\g<1>1", text)
 
 
 @pytest.mark.parametrize(
