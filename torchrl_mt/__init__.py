@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchrl_mt import view as view
     from torchrl_mt import vision as vision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _SUBPACKAGES = (
     "agents",
