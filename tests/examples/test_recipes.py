@@ -12,6 +12,8 @@ import pytest
 from tests.chat.templates import CHATML, byte_level
 from tests.test_readme import RESULTS
 from torchrl_mt.datasets import ConversationDataset
+from torchrl_mt.trainers import trainer as trainer_module
+from torchrl_mt.view.run_files import read_run
 
 from .conftest import save_model
 
@@ -21,6 +23,8 @@ pytest.importorskip("openai", reason="agents need the extra [agents]")
 
 SUPERVISED = {"tool_agent": True, "openai_agent": False, "offline_dialogues": True}
 """The recipes, and whether they begin with written dialogues."""
+TRAINER = ("first_model", "ppo_critic")
+"""The recipes with the trainer, which have the same task."""
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
@@ -41,6 +45,35 @@ def test_a_short_run_ends_with_its_results(load, name, tmp_path, capsys):
     assert re.fullmatch(RESULTS, printed.splitlines()[-1])
     assert "\nupdate 1: " in printed
     assert printed.count("\n     user: ") >= 2  # a dialogue before and one after
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_a_run_of_the_trainer_goes_on(load, name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trainer_module, "plot_run", lambda folder: "left out")
+    recipe, out = load(name, short=False), tmp_path / "run"
+    args = ["--model", save_model(tmp_path, CHATML.on(byte_level())), "--out", str(out)]
+    recipe.main([*args, "--updates", "1"])
+    with pytest.raises(FileExistsError):
+        recipe.main([*args, "--updates", "2"])
+    before = (out / "before.html").read_bytes()
+    recipe.main([*args, "--updates", "2", "--resume"])
+    assert re.fullmatch(RESULTS, capsys.readouterr().out.splitlines()[-1])
+    assert list(read_run(out).rows) == [1, 2]
+    assert (out / "before.html").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_the_prices_are_found_by_a_call(load, name):
+    recipe = load(name, short=False)
+    assert len(recipe.PRICES) == 24
+    item = recipe.ask("rope")
+    (example,) = recipe.parse(item["messages"][2]["content"])
+    assert example == {"name": "price", "arguments": {"item": "bread"}}
+    (call,) = recipe.parse("price(rope)")
+    said = str(recipe.price(**call["arguments"]))
+    assert recipe.parse(said) == []
+    assert recipe.reward([{"role": "assistant", "content": f" {said}"}], item) == 1.0
+    assert recipe.reward([{"role": "assistant", "content": "price(rope)"}], item) == 0.0
 
 
 def test_the_written_calls_of_tools_are_right(load):
