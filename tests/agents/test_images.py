@@ -193,7 +193,7 @@ def test_interactions_have_their_images():
         ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "/etc/hostname"}]},
-            "got '/etc/hostname': this server downloads nothing and opens no files",
+            "got '/etc/hostname': nothing is downloaded and no file is opened for it",
         ),
         (
             {"role": "user", "content": [{"type": "image", "path": "/etc/hostname"}]},

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl_mt.strict_json import read_json
 from torchrl_mt.vision import StoredImage, VisionProcessor
-from torchrl_mt.vision.messages import image_source, is_image_part, with_stored_images
+from torchrl_mt.vision.messages import check_in_message, is_image_part, with_stored_images
 
 __all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
 
@@ -49,22 +49,8 @@ def stored_images(
             raise ValueError(f"messages[{k}].content must be text, since the assistant said it.")
         for p, part in enumerate(message["content"]):
             if is_image_part(part):
-                _check_uri(part, f"messages[{k}].content[{p}]")
+                check_in_message(part, f"messages[{k}].content[{p}]")
     return with_stored_images(messages, vision)
-
-
-def _check_uri(part: Mapping[str, Any], where: str) -> None:
-    """Refuse an image that is not in the request itself."""
-    try:
-        source = image_source(part)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(source, str) or not source.startswith("data:"):
-        shown = source[:80] if isinstance(source, str) else type(source).__name__
-        raise ValueError(
-            f"{where}: {part['type']} must be a base64 data: URI (data:image/png;base64,...), got "
-            f"{shown!r}: this server downloads nothing and opens no files."
-        )
 
 
 def _content(message: Mapping[str, Any]) -> str | tuple[str | StoredImage, ...]:

@@ -138,6 +138,24 @@ def _stored(
     return {**message, "content": parts}
 
 
+def check_in_message(part: Mapping[str, Any], where: str) -> None:
+    """Refuse an image that a message from elsewhere names, instead of having it as a data URI.
+
+    Raises:
+        ValueError: if it is a path, an address or none; no file is opened.
+    """
+    try:
+        source = image_source(part)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(source, str) or not source.startswith("data:"):
+        shown = source[:80] if isinstance(source, str) else type(source).__name__
+        raise ValueError(
+            f"{where}: {part['type']} must be a base64 data: URI (data:image/png;base64,...), got "
+            f"{shown!r}: nothing is downloaded and no file is opened for it."
+        )
+
+
 def image_source(part: Mapping[str, Any]) -> Any:
     """Return what a part gives as its image.
 

@@ -288,6 +288,15 @@ MALFORMED = [
     observed(observation=None),
     observed(observation={"messages": "text"}),
     observed(observation={"messages": ["text"]}),
+    *(
+        observed(observation={"messages": [{"role": "user", "content": [image]}]})
+        for image in (
+            {"type": "image", "path": "/etc/hostname"},
+            {"type": "image", "image": "secret.png"},
+            {"type": "image_url", "image_url": {"url": "http://elsewhere/a.png"}},
+            {"type": "image"},
+        )
+    ),
     observed(**NOTHING, reward="1.0"),
     observed(**NOTHING, reward=[1.0]),
     observed(**NOTHING, reward={}),

@@ -21,6 +21,7 @@ from torchrl_mt.envs.remote.protocol import (
 )
 from torchrl_mt.envs.remote.session import Session, open_session, websocket_address
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep, takes_message
+from torchrl_mt.vision.messages import check_in_message, is_image_part
 
 __all__ = ["OpenEnvEnv"]
 
@@ -273,10 +274,20 @@ class OpenEnvEnv(TextEnv):
         return [{"role": "user", "content": _readable(observation, fields)}]
 
     def _listed(self, call: str, messages: Any) -> list[Message]:
-        """Messages that a server sent."""
-        if isinstance(messages, list) and all(isinstance(said, Mapping) for said in messages):
-            return messages
-        raise self._wrong(call, f"messages must be a list of JSON objects, got {shown(messages)}")
+        """Messages that a server sent; their images must be in them."""
+        if not (isinstance(messages, list) and all(isinstance(said, Mapping) for said in messages)):
+            raise self._wrong(
+                call, f"messages must be a list of JSON objects, got {shown(messages)}"
+            )
+        for k, said in enumerate(messages):
+            parts = said.get("content")
+            for p, part in enumerate(parts if isinstance(parts, list) else ()):
+                if is_image_part(part):
+                    try:
+                        check_in_message(part, f"messages[{k}].content[{p}]")
+                    except ValueError as error:
+                        raise self._wrong(call, str(error)) from None
+        return messages
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
         """The ``StepResult`` that the client of the openenv package makes of a reply."""
