@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl_mt.strict_json import read_json
 from torchrl_mt.vision import StoredImage, VisionProcessor
-from torchrl_mt.vision.messages import check_in_message, is_image_part, with_stored_images
+from torchrl_mt.vision.messages import is_image_part, refuse_links, with_stored_images
 
 __all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
 
@@ -47,9 +47,7 @@ def stored_images(
             continue
         if message["role"] == "assistant":
             raise ValueError(f"messages[{k}].content must be text, since the assistant said it.")
-        for p, part in enumerate(message["content"]):
-            if is_image_part(part):
-                check_in_message(part, f"messages[{k}].content[{p}]")
+        refuse_links(message, k)
     return with_stored_images(messages, vision)
 
 

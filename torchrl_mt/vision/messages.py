@@ -112,6 +112,33 @@ def refuse_videos(message: Mapping[str, Any], number: int) -> None:
             )
 
 
+def refuse_links(message: Mapping[str, Any], number: int) -> None:
+    """Refuse a message from elsewhere that names an image, instead of having it as a data URI.
+
+    Args:
+        message: the message.
+        number: its place in the dialogue, for the error.
+
+    Raises:
+        ValueError: if an image is a path, an address or none; names it. No file is opened.
+    """
+    content = message.get("content")
+    for k, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+        if not is_image_part(part):
+            continue
+        where = f"messages[{number}].content[{k}]"
+        try:
+            source = image_source(part)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if not isinstance(source, str) or not source.startswith("data:"):
+            shown = source[:80] if isinstance(source, str) else type(source).__name__
+            raise ValueError(
+                f"{where}: {part['type']} must be a base64 data: URI (data:image/png;base64,...), got "
+                f"{shown!r}: nothing is downloaded and no file is opened for it."
+            )
+
+
 def _image_parts(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     content = message.get("content")
     if isinstance(content, (list, tuple)):
@@ -136,24 +163,6 @@ def _stored(
                 raise type(error)(f"messages[{number}]['content'][{k}]: {error}") from error
         parts.append(part)
     return {**message, "content": parts}
-
-
-def check_in_message(part: Mapping[str, Any], where: str) -> None:
-    """Refuse an image that a message from elsewhere names, instead of having it as a data URI.
-
-    Raises:
-        ValueError: if it is a path, an address or none; no file is opened.
-    """
-    try:
-        source = image_source(part)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(source, str) or not source.startswith("data:"):
-        shown = source[:80] if isinstance(source, str) else type(source).__name__
-        raise ValueError(
-            f"{where}: {part['type']} must be a base64 data: URI (data:image/png;base64,...), got "
-            f"{shown!r}: nothing is downloaded and no file is opened for it."
-        )
 
 
 def image_source(part: Mapping[str, Any]) -> Any:

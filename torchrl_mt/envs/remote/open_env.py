@@ -21,7 +21,7 @@ from torchrl_mt.envs.remote.protocol import (
 )
 from torchrl_mt.envs.remote.session import Session, open_session, websocket_address
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep, takes_message
-from torchrl_mt.vision.messages import check_in_message, is_image_part
+from torchrl_mt.vision.messages import refuse_links
 
 __all__ = ["OpenEnvEnv"]
 
@@ -279,14 +279,11 @@ class OpenEnvEnv(TextEnv):
             raise self._wrong(
                 call, f"messages must be a list of JSON objects, got {shown(messages)}"
             )
-        for k, said in enumerate(messages):
-            parts = said.get("content")
-            for p, part in enumerate(parts if isinstance(parts, list) else ()):
-                if is_image_part(part):
-                    try:
-                        check_in_message(part, f"messages[{k}].content[{p}]")
-                    except ValueError as error:
-                        raise self._wrong(call, str(error)) from None
+        try:
+            for k, said in enumerate(messages):
+                refuse_links(said, k)
+        except ValueError as error:
+            raise self._wrong(call, str(error)) from None
         return messages
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
