@@ -29,8 +29,11 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; a copy from the CPU does not wait for the device."""
-    if tensor.is_cpu and device.type == "cuda":
+    """Copy a tensor to a device; a copy from the CPU does not wait for the device.
+
+    A tensor in pinned memory is waited for: its owner may change it before it is copied.
+    """
+    if tensor.is_cpu and device.type == "cuda" and not tensor.is_pinned():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -450,8 +450,7 @@ def _moved(path: Path, column: Column, device: torch.device) -> Column:
     _check_values(path, column)
     if isinstance(column, Rows):
         return Rows(_copies(column.items, device))
-    # The caller may change what is pinned before it is copied.
-    return column.to(device) if column.is_pinned() else sent(column, device)
+    return sent(column, device)
 
 
 def _check_values(path: Path, column: Tensor | Rows) -> None:
