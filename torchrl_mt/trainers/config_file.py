@@ -72,9 +72,8 @@ def trainer_from_file(path: str | Path, *, resume: bool = False) -> MultiTurnTra
         if not isinstance(config.get(key), str):
             raise ValueError(f'{path} must have {key} = "...", got {config.get(key, "nothing")!r}.')
     here = path.absolute().parent
-    if (
-        str(here) not in sys.path
-    ):  # It stays, as a script's folder does: functions may import later.
+    if str(here) not in sys.path:
+        # It stays, as a script's folder does: functions may import later.
         sys.path.insert(0, str(here))
     config["task"] = named(config["task"], "task")
     for key in {"data", "eval_data"} & config.keys():

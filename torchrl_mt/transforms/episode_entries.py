@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from torchrl_mt.devices import sent
+from torchrl_mt.devices import upload
 from torchrl_mt.vision.images import StoredImage
 from torchrl_mt.vision.rows import NEW
 
@@ -46,7 +45,7 @@ def entry_of_rows(
     """
     value = tensordict.get(key, None)
     if isinstance(value, Tensor):
-        return value[sent(torch.tensor(row_last, device="cpu"), value.device)]
+        return value[upload(row_last, value.device)]
     if value is not None:
         objects = _objects(value, len(tensordict))
         return _stack([objects[turn] for turn in row_last])
