@@ -4,8 +4,8 @@ A customer asks what something costs. The model writes ``price(lamp)``, is told 
 returned, and says it. The prompt has one worked example; all else comes from the reward: 1 for the right
 price, else 0. The model is evaluated on goods whose prices it was never asked for.
 
-This is the README's second quickstart with ``MultiTurnTrainer``. The folder of the run gets the log,
-curves, checkpoints, and the dialogues before and after as pages for the browser.
+This is the README's program for a real model, with ``MultiTurnTrainer``. The folder of the
+run gets the log, curves, checkpoints, and the dialogues before and after as pages for the browser.
 
 Measured with SmolLM2-135M-Instruct on one core, 2.3 GiB of memory:
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,29 +16,36 @@ README = Path(__file__).parents[1] / "README.md"
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RESULTS = r"right before ([\d.]+) after ([\d.]+), plain text nll ([\d.]+) -> ([\d.]+)"
-"""The last line of the second quickstart, and of the examples that train a real model."""
+"""The last line of the programs that train a real model."""
 
 
-def quickstart(title: str = "## Quickstart") -> str:
+def code_of(title: str) -> str:
     section = README.read_text(encoding="utf-8").split(title)[1]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
 
 
-def second_quickstart(folder: str) -> str:
+def real_model_program(folder: str) -> str:
     """The one with a real model; it comes from a folder here."""
-    code = quickstart("## A real model")
+    code = code_of("## A real model")
     assert len(code.splitlines()) <= 40
     assert NAME in code
     return code.replace(NAME, folder)
 
 
+def test_the_quickstart_is_that_of_the_front_page():
+    """Which the trainer's tests run."""
+    code = textwrap.indent(code_of("## Quickstart"), " " * 4)
+    assert len(code.split("\n\n", 1)[1].strip().splitlines()) < 12
+    assert code in (README.parent / "docs" / "index.rst").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
-def test_the_quickstart_is_short_and_learns(tmp_path):
+def test_the_loop_is_short_and_learns(tmp_path):
     """With half of its games, and the best that it promises."""
-    code = quickstart()
+    code = code_of("## The loop")
     assert len(code.strip().splitlines()) <= 18
     assert "total_episodes=12_800" in code
-    script = tmp_path / "quickstart.py"
+    script = tmp_path / "program.py"
     script.write_text(code.replace("12_800", "6_400"))
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
@@ -59,12 +67,12 @@ def test_importing_is_quick_and_light():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
-def test_the_second_quickstart_runs_with_other_families(family, tmp_path):
+def test_the_program_of_a_real_model_runs_with_other_families(family, tmp_path):
     model, tokenizer = SMALL_FAMILIES[family]()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    script = tmp_path / "quickstart.py"
-    script.write_text(second_quickstart("model"))
+    script = tmp_path / "program.py"
+    script.write_text(real_model_program("model"))
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
     )

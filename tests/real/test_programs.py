@@ -1,6 +1,6 @@
-"""The README's second quickstart and the programs for real models, run as users run them.
+"""The README's program and the programs for real models, run as users run them.
 
-All but the quickstart make fewer updates than by default. Measured results with three seeds
+All but the README's make fewer updates than by default. Measured results with three seeds
 are in the programs; one seed must reach less here.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_readme import RESULTS, second_quickstart
+from tests.test_readme import RESULTS, real_model_program
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,8 @@ def test_a_program_ends_far_above_its_start_and_damages_nothing(
     program, most_before, least_after, folder, tmp_path
 ):
     if program == "README":
-        (tmp_path / "quickstart.py").write_text(second_quickstart(folder), encoding="utf-8")
-        command = ["quickstart.py"]
+        (tmp_path / "program.py").write_text(real_model_program(folder), encoding="utf-8")
+        command = ["program.py"]
     else:
         name, *options = program.split()
         command = [str(ROOT / "examples" / f"{name}.py"), "--model", folder, *options]
