@@ -169,8 +169,8 @@ def ours(
             sampler.close()
 
 
-def host(model: Any, tokenizer: Any, load: Load) -> Generator[Figures, None, None]:
-    """Batches of TorchRL's ``LLMCollector`` with a ``TransformersWrapper``, in one environment."""
+def host_collector(model: Any, tokenizer: Any, load: Load) -> LLMCollector:
+    """TorchRL's collector with a ``TransformersWrapper``, in one environment of all dialogues."""
     questions: DataLoader[Any] = DataLoader(
         cast(Any, [load.said(i, 0) for i in range(load.episodes)]),
         batch_size=load.episodes,
@@ -194,12 +194,17 @@ def host(model: Any, tokenizer: Any, load: Load) -> Generator[Figures, None, Non
             "suppress_tokens": [tokenizer.pad_token_id],
         },
     )
-    collector = LLMCollector(
+    return LLMCollector(
         env,
         # The mask of the turn before would be taken for this turn's.
         policy=lambda tensordict: policy(tensordict.exclude("masks")),
         dialog_turns_per_batch=load.episodes * load.turns,
     )
+
+
+def host(model: Any, tokenizer: Any, load: Load) -> Generator[Figures, None, None]:
+    """Batches of TorchRL's collector."""
+    collector = host_collector(model, tokenizer, load)
     batches = iter(collector)
     try:
         while True:

@@ -1,9 +1,10 @@
-"""Seconds of one update, of playing and training together, beside TRL's ``GRPOTrainer``.
+"""Seconds of one update, of playing and training together, beside TRL and TorchRL.
 
 Every contender plays the same dialogues of fixed lengths with the same model, in groups of eight, and
 makes one GRPO step of AdamW on the batch. TRL plays in its ``rollout_func``: in every turn one
-``generate()`` of all dialogues in lockstep, which is what suits fixed lengths best. Contenders take
-turns, update by update; medians are reported. TRL is needed: pip install trl.
+``generate()`` of all dialogues in lockstep, which is what suits fixed lengths best. TorchRL's
+``LLMCollector`` plays with tokens, which costs it least, and its ``GRPOLoss`` is given whole dialogues
+as rows. Contenders take turns, update by update; medians are reported. TRL is needed: pip install trl.
 
     OMP_NUM_THREADS=1 python benchmarks/training.py [--model HuggingFaceTB/SmolLM2-135M-Instruct]
 """
@@ -23,9 +24,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rollout_model import MODELS, WORDS, Dialogue, FixedLength, Load
+from rollout_model import MODELS, WORDS, Dialogue, FixedLength, Load, forgiving, host_collector
 from tables import Part, Row, show
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
@@ -192,6 +196,46 @@ def trl(model: nn.Module, tokenizer: Any, load: Load) -> Iterator[None]:
             go.put(True)
 
 
+def torchrl(model: Any, tokenizer: Any, load: Load) -> Iterator[None]:
+    """An update of TorchRL's own parts with every step."""
+    tokenizer = forgiving(tokenizer)
+    model.generation_config.eos_token_id = None  # every answer has its full length
+    actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    loss_module = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=False)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LR)
+    for batch in host_collector(model, tokenizer, load):
+        rows = dialogues(batch.reshape(load.episodes, load.turns), tokenizer)
+        loss_module(rows).loss_objective.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def dialogues(steps: TensorDictBase, tokenizer: Any) -> TensorDict:
+    """Rows of whole dialogues, of steps ``[episodes, turns]``; prompts of a turn are equally long."""
+    full = torch.stack(steps[:, -1].get(("tokens", "full"), as_list=True))
+    log_probs, sampled = torch.zeros(full.shape), torch.zeros(full.shape, dtype=torch.bool)
+    total = torch.zeros(len(full))
+    for turn in steps.unbind(1):
+        answers = turn["tokens", "response"]
+        begin = len(turn[0]["tokens", "prompt"])
+        where = slice(begin, begin + answers.shape[1])
+        log_probs[:, where], sampled[:, where] = turn["log_probs", "response"], True
+        total += torch.tensor([score(text) for text in tokenizer.batch_decode(answers)])
+    groups = total.view(-1, GROUP)
+    advantage = (groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)
+    masks = {"all_attention_mask": torch.ones_like(sampled), "all_assistant_mask": sampled}
+    return TensorDict(
+        {
+            "tokens": {"full": full},
+            "masks": masks,
+            "log_probs": {"full": log_probs},
+            "advantage": advantage.reshape(-1, 1, 1).expand(*full.shape, 1),
+        },
+        [len(full)],
+    )
+
+
 def rows(args: argparse.Namespace) -> Iterator[Row]:
     """Rows of the table: each model, and each contender with it."""
     loads: list[tuple[str, dict[str, Any], Load]] = []
@@ -213,6 +257,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
         runs = {
             "  TRL, rollout_func in lockstep": trl(*fresh(), load),
+            "  TorchRL, LLMCollector and GRPOLoss": torchrl(*fresh(), load),
             "  torchrl_mt": ours(*fresh(), load, False),
             '  torchrl_mt, packed="tree"': ours(*fresh(), load, "tree"),
         }
