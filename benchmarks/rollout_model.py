@@ -190,6 +190,7 @@ def host_collector(model: Any, tokenizer: Any, load: Load) -> LLMCollector:
         generate_kwargs={
             "max_new_tokens": load.response,
             "do_sample": True,
+            "top_k": len(tokenizer),  # all of them
             # It leaves out whatever looks like padding, also if it was sampled.
             "suppress_tokens": [tokenizer.pad_token_id],
         },
