@@ -21,7 +21,7 @@ from .waiting import PATIENCE
 
 # The same examples in every run: a commit that passed passes again. How long one takes says more
 # about the machine than about the code. To look for new ones: pytest --hypothesis-profile=explore
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("fast", settings.get_profile("repeatable"), max_examples=6)
 settings.load_profile("repeatable")

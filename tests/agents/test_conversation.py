@@ -50,7 +50,7 @@ def rewritten(value, draw):
     return value
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_arguments_are_the_same_whatever_their_notation(data):
     value = data.draw(json_values)
@@ -60,7 +60,7 @@ def test_arguments_are_the_same_whatever_their_notation(data):
     assert canonical(value) == canonical(echoed)
 
 
-@examples(100)
+@examples(50)
 @given(json_values, json_values)
 def test_arguments_that_differ_are_not_the_same(one, other):
     def plain(value):
@@ -90,7 +90,7 @@ class Reference:
         self.known.append((dialogue, tokens))
 
 
-@few_or_many(4, 200)
+@few_or_many(4, 50)
 def test_prompts_begin_with_the_tokens_of_the_longest_dialogue_they_go_on_from(examples):
     settings(max_examples=examples, deadline=None)(given(st.data())(check_dialogues))()
 

@@ -73,7 +73,7 @@ def reference_return(turns, k, discount):
     return turns[k].reward + discount * sum(reference_return(turns, j, discount) for j in after)
 
 
-@few_or_many(20, 3000)
+@few_or_many(20, 750)
 def test_every_call_has_its_return_along_its_branches(examples):
     for seed in range(examples):
         rng = random.Random(seed)
@@ -99,7 +99,7 @@ def test_every_call_has_its_return_along_its_branches(examples):
             assert total == sum(turn.reward for turn in turns)
 
 
-@few_or_many(20, 3000)
+@few_or_many(20, 750)
 def test_every_branch_is_a_row_of_all_its_calls(examples):
     for seed in range(examples):
         rng = random.Random(seed)
@@ -133,7 +133,7 @@ def test_every_branch_is_a_row_of_all_its_calls(examples):
             }
 
 
-@few_or_many(10, 1000)
+@few_or_many(10, 250)
 def test_branches_that_share_nothing_are_the_rows_of_the_episode(examples):
     keys = [("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")]
     keys += [("versions", "full")]

@@ -186,7 +186,7 @@ bodies = some(
 )
 
 
-@examples(300, few=12)
+@examples(150, few=12)
 @given(st.lists(bodies | anything, min_size=5, max_size=5), st.sampled_from(["", "/chat"]))
 def test_any_request_is_a_turn_or_an_error_by_name(requests, kind):
     engine = counting_engine()

@@ -631,7 +631,7 @@ def dialogues(draw, *, words=(*WORDS, *CONTROL), thoughts=True):
 CHATS = {}
 
 
-@few_or_many(30, 300)
+@few_or_many(30, 75)
 def test_prompts_are_what_the_template_would_write(examples):
     settings(max_examples=examples)(given(dialogues())(check_prompts))()
 

@@ -153,7 +153,7 @@ def talks_with_tools(draw):
     return talk if draw(st.booleans()) else talk[:-1]
 
 
-@few_or_many(20, 300)
+@few_or_many(20, 75)
 def test_no_token_of_others_is_ever_trained(examples):
     settings(max_examples=examples)(given(st.data())(check_that_no_token_of_others_is_trained))()
 

@@ -216,7 +216,7 @@ ONE_EPISODE = ("episodes_per_batch", "total_episodes", "max_consecutive_failures
 CALLING = [family for family in FAMILIES if family.calls]
 
 
-@few_or_many(50, 200)
+@few_or_many(50, 100)
 def test_any_arguments_come_back(examples):
     settings(max_examples=examples)(given(st.data())(check_that_arguments_come_back))()
 
@@ -239,7 +239,7 @@ def check_that_arguments_come_back(data):
     assert without_ids(reply.message()) == message
 
 
-@few_or_many(50, 300)
+@few_or_many(50, 100)
 def test_whatever_is_sampled_is_parsed(examples):
     settings(max_examples=examples)(given(st.data())(check_that_it_is_parsed))()
 
@@ -381,7 +381,7 @@ def test_what_is_no_call_in_pythons_notation(text):
         python_calls(text)
 
 
-@few_or_many(20, 200)
+@few_or_many(20, 50)
 def test_no_character_is_read_many_times(examples):
     """What the scanner reads of a reply is bounded by its length, whatever is repeated in it."""
     read = 0

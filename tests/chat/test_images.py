@@ -137,7 +137,7 @@ def test_prompts_are_those_of_the_processor(family, template, processors):
     assert chat.stable
     assert chat.takes_images
 
-    @examples(25)
+    @examples(12)
     @given(dialogues)
     def check(turns):
         goes_on_as_the_processor_writes(processor, chat, turns, source)
@@ -173,7 +173,7 @@ def test_prompts_of_any_text(numbered, qwen):
     assert chat.stable
     opening = [{"role": "system", "content": "rules"}]
 
-    @examples(60, few=10)
+    @examples(30, few=10)
     @given(st.lists(st.tuples(st.lists(any_parts, min_size=1, max_size=4), texts), max_size=4))
     def check(turns):
         goes_on_as_the_processor_writes(qwen, chat, turns, None, opening, **kwargs)

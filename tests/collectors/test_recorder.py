@@ -312,7 +312,7 @@ def longest_before(turns):
     ]
 
 
-@few_or_many(40, 400)
+@few_or_many(40, 100)
 def test_a_parent_is_the_longest_line_that_a_call_goes_on_from(tokenizer, examples):
     @settings(max_examples=examples, deadline=None)
     @given(st.randoms(use_true_random=False))

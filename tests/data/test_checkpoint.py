@@ -123,7 +123,7 @@ FAST = ["clips by priority", "each group", "each slice"]
     "sampler",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in SAMPLERS],
 )
-@examples(15)
+@examples(6)
 @given(
     data=st.data(),
     how=st.sampled_from(HOW),

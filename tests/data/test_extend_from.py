@@ -46,7 +46,7 @@ def source_of(kind, episodes):
     return (Episodes if kind == "plain" else WithMetadata)(episodes)
 
 
-@examples(60, few=5)
+@examples(30, few=5)
 @given(
     kind=st.sampled_from(["plain", "metadata", "storage", "buffer"]),
     data=st.sampled_from(["vectors", "turns"]),

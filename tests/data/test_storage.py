@@ -69,7 +69,7 @@ def test_images_take_half_the_bytes_of_a_plain_buffer():
     assert 0.5 * pixels <= storage.nbytes <= 0.53 * pixels
 
 
-@examples(40)
+@examples(20)
 @given(
     episodes=st.lists(
         st.lists(st.sampled_from([0, 0, 0, 1, 2, 5]), min_size=1, max_size=6), max_size=30

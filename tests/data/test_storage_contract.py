@@ -298,7 +298,7 @@ def test_what_was_written_and_what_is_read_are_copies(make, kit, episodes):
 # ---- what is stored -----------------------------------------------------------------------------
 
 
-@examples(30)
+@examples(15)
 @given(
     kind=st.sampled_from(KINDS),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=15),

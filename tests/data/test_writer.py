@@ -28,7 +28,7 @@ def ages(rb, index):
     return out.tolist()
 
 
-@examples(40)
+@examples(20)
 @given(data=st.data(), with_ids=st.booleans(), turns=st.booleans())
 def test_rows_of_batches_are_environments(make, data, with_ids, turns):
     rows, maker, key = [], make.turns if turns else make.vectors, 0
@@ -207,7 +207,7 @@ class Cut:
         return torch.cat([data[b:e] for b, e in zip(starts, ends, strict=True)])
 
 
-@examples(25)
+@examples(12)
 @given(data=st.data(), lengths=episode_lengths, turns=st.booleans())
 def test_a_transform_of_many_episodes_stores_what_one_by_one_would(make, data, lengths, turns):
     together, alone = buffer(transform=Cut(True)), buffer(transform=Cut(False))

@@ -71,7 +71,7 @@ def test_actions_stay_dense_under_a_stride(source):
     assert batch["next", "reward"].squeeze(-1).tolist()[0] == [4, 4, 4]
 
 
-@examples(60)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     slice_len=st.integers(1, 4),

@@ -53,7 +53,7 @@ def forked_episode(rng, dtype=torch.int64, *, parents=False, turns=None):
     return pack(Steps(len(prompts), columns), unread=True)
 
 
-@few_or_many(8, 300)
+@few_or_many(8, 75)
 def test_forked_episodes_are_read_as_they_were(format, examples, tmp_path):
     for seed in range(examples):
         rng = random.Random(seed)

@@ -19,7 +19,7 @@ from .every_format import ALL, LOSSLESS, new_path, process_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("format", ALL)]
 
-KILLS = 50
+KILLS = 15
 
 
 def episode(number: int, format: str) -> TensorDict:

@@ -27,7 +27,7 @@ from .every_format import LOSSLESS, new_path
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)
 
 
-@few_or_many(12, 300)
+@few_or_many(12, 75)
 def test_episodes_and_metadata_are_read_as_they_were_written(format, examples, tmp_path):
     for seed in range(examples):
         episodes, metadata = random_data(seed)
@@ -48,7 +48,7 @@ def test_episodes_and_metadata_are_read_as_they_were_written(format, examples, t
             assert_same(got, episode)
 
 
-@few_or_many(6, 60)
+@few_or_many(6, 15)
 def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
     for seed in range(examples):
         episodes, _ = random_data(seed)
@@ -63,7 +63,7 @@ def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
             assert_same(dataset.episode(i), episode.select(*chosen))
 
 
-@few_or_many(8, 100)
+@few_or_many(8, 25)
 def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
     format, examples, tmp_path
 ):
@@ -93,7 +93,7 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
             assert_same(EpisodeDataset(again).episode(place), episodes[i])
 
 
-@few_or_many(4, 40)
+@few_or_many(4, 10)
 @pytest.mark.parametrize("stride", [1, 3])
 def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
     for seed in range(examples):

@@ -200,7 +200,7 @@ def test_hdf5_files_that_lead_elsewhere_are_refused(how, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@few_or_many(60, 3000)
+@few_or_many(60, 750)
 def test_whatever_is_damaged_is_an_error_or_the_right_data(examples, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     fuzzer = Fuzzer(tmp_path, [*ALL[:3], *ALL[4:]] if examples < 100 else ALL)

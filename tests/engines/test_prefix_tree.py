@@ -34,7 +34,7 @@ def prefixes(text: list[int]) -> set[tuple[int, ...]]:
     return {tuple(text[:n]) for n in range(1, len(text) + 1)}
 
 
-@few_or_many(60, 300)
+@few_or_many(60, 120)
 def test_what_is_known_is_what_was_added_and_not_evicted(examples):
     check(known_is_what_was_added, examples, script=actions)
 

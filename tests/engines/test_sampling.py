@@ -53,7 +53,7 @@ def drawn(logits: torch.Tensor, requests) -> tuple[torch.Tensor, torch.Tensor]:
     return draw(logits, [law for law, _, _ in requests], words)
 
 
-@few_or_many(40, 300)
+@few_or_many(40, 80)
 def test_each_rows_log_prob_is_that_of_its_own_law(examples):
     request = st.tuples(laws, st.integers(), st.integers(0, 9999))
     check(each_row_has_its_law, examples, requests=st.lists(request, min_size=1, max_size=6))
@@ -79,7 +79,7 @@ def kept_of(probs: torch.Tensor, law: Sampling) -> torch.Tensor:
     return order[probs[order] >= law.min_p * probs.max()].sort().values
 
 
-@few_or_many(20, 300)
+@few_or_many(20, 75)
 def test_rows_are_truncated_as_if_they_were_sorted(examples):
     check(
         rows_are_truncated,

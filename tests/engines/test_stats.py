@@ -197,7 +197,7 @@ def test_what_was_used_longest_ago_leaves_first(tokenizer, model):
     assert engine.stats()["shared_tokens"] == 7 * 80
 
 
-@few_or_many(15, 60)
+@few_or_many(15, 30)
 @pytest.mark.parametrize("sharing", [True, False])
 def test_no_pass_and_no_cache_is_larger_than_it_may_be(
     tokenizer, model, monkeypatch, sharing, examples

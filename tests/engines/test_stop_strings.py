@@ -82,7 +82,7 @@ def counting(decode_tokens, seen):
 
 
 @pytest.mark.parametrize("kind", ["words", "byte-level", "byte-fallback"])
-@few_or_many(60, 2000)
+@few_or_many(60, 500)
 def test_an_answer_ends_where_its_text_first_contains_a_string(kind, examples):
     tokenizer, tokens = tokenizer_of(kind)
     decode_tokens = partial(decode, tokenizer)

@@ -86,7 +86,7 @@ def check(rows, name, known):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@examples(60, 2)
+@examples(30, 2)
 @given(seed=SEEDS)
 def test_rows_have_the_inputs_of_their_images(name, seed):
     rows, dialogues = make_rows(name, seed)

@@ -60,7 +60,7 @@ def test_rows_keep_their_images_when_cut_shuffled_repeated_and_joined(seed, with
             assert images.grids_of(k) == found
 
 
-@examples(40, 4)
+@examples(20, 4)
 @given(
     counts=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     more=st.lists(st.integers(0, 3), max_size=3),

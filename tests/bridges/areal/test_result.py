@@ -130,7 +130,7 @@ def goes_on_elsewhere(turns):
     return False
 
 
-@few_or_many(60, 2000)
+@few_or_many(60, 500)
 def test_merged_turns_are_the_sequences(examples):
     elsewhere = 0
     for seed in range(examples):

@@ -46,7 +46,7 @@ def parsed(*written, action_format="tagged"):
 
 
 @given(st.lists(st.lists(actions, min_size=1, max_size=3), min_size=1, max_size=3), formats)
-@examples(300, few=25)
+@examples(150, few=25)
 def test_what_is_printed_is_parsed_as_the_same_actions(parts, action_format):
     text = "so: ".join(acting(*map(str, part), action_format=action_format) for part in parts)
     expected = [action for part in parts for action in part]
@@ -66,7 +66,7 @@ PIECES = [
 
 
 @given(st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text()), formats)
-@examples(2000, few=100)
+@examples(1000, few=100)
 def test_any_text_is_actions_or_an_error(text, action_format):
     begin, end = TAGS[action_format]
     for said in (text, f"{begin}{text}{end}", f"{begin}click({text}){end}"):
@@ -219,7 +219,7 @@ def test_thoughts_between_actions_are_skipped():
 
 
 @given(st.lists(actions, min_size=1, max_size=3), formats, st.sampled_from(["", " ", "\n", ";"]))
-@examples(100, few=10)
+@examples(50, few=10)
 def test_the_last_end_tag_may_be_missing(expected, action_format, rest):
     """An engine that stops at the end tag leaves it out."""
     end = TAGS[action_format][1]

@@ -80,7 +80,7 @@ def test_forms_of_actions(written, form):
 
 
 @given(actions, st.integers(1, 5000), st.integers(1, 5000))
-@examples(500, few=20)
+@examples(250, few=20)
 def test_pixels_are_on_the_screen(action, width, height):
     if action.name == "call_user":
         return

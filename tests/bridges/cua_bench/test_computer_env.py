@@ -252,7 +252,7 @@ def test_arguments_are_checked(kwargs, error, reason):
 
 
 @given(st.integers(1, 3), st.lists(st.sampled_from(["key(a)", "key(b) wait()", "oh"]), max_size=11))
-@examples(40, few=3)
+@examples(20, few=3)
 def test_old_pairs_become_lines(max_hist, written):
     """The reference keeps everything, and says what each prompt must have."""
     with running(FakeWorker()) as server:

@@ -25,7 +25,7 @@ uvicorn = pytest.importorskip("uvicorn")
 
 
 @given(actions, st.integers(1, 4000), st.integers(1, 4000))
-@examples(500, few=20)
+@examples(250, few=20)
 def test_its_actions_are_ours(action, width, height):
     """The reference reads the arguments one by one."""
     if action.name == "call_user":

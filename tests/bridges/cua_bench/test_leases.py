@@ -63,7 +63,7 @@ async def holds(servers, held, counts, seed):
         del got, task
 
 
-@few_or_many(4, 40)
+@few_or_many(4, 10)
 def test_a_server_has_one_holder_in_all_threads(servers, examples, monkeypatch):
     monkeypatch.setattr(leases, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(leases, "_LONGEST_PAUSE", 0.002)

@@ -128,7 +128,7 @@ def test_what_is_no_picture_is_stored_as_in_the_format_folder(tmp_path):
 # ---- any frame ----------------------------------------------------------------------------------
 
 
-@examples(60, few=5)
+@examples(30, few=5)
 @given(
     T=st.sampled_from([1, 2, 15, 16, 17, 33]) | st.integers(1, 70),
     height=st.integers(1, 40),

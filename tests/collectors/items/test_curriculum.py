@@ -74,7 +74,7 @@ def drive(items, steps, generator, open_items):
     return given
 
 
-@examples(60, few=20)
+@examples(40, few=20)
 @given(
     kind=st.sampled_from(["rate", "weighted", "own"]),
     seed=st.integers(0, 999),

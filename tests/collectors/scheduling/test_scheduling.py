@@ -263,7 +263,7 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
     assert batch["stop_reason"] == ["", "turn_timeout"]
 
 
-@examples(25, few=5, phases=PHASES)
+@examples(12, few=5, phases=PHASES)
 @given(
     staleness=st.integers(0, 2),
     group_size=st.sampled_from([1, 2]),

@@ -36,7 +36,7 @@ def allowed(events, staleness, size):
     return min((staleness + updates + 1) * size, done_with + (staleness + 1) * size)
 
 
-@examples(300, few=100)
+@examples(200, few=100)
 @given(
     batches=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 4)), max_size=8
@@ -95,7 +95,7 @@ class Watched:
         self.versions.append(self.engine.version)
 
 
-@examples(25, few=4, phases=PHASES)
+@examples(12, few=4, phases=PHASES)
 @given(data=st.data())
 def test_the_lead_is_bounded_and_iteration_goes_on_whatever_the_updates(tokenizer, data):
     """Several updates a batch or none, a new beginning in the middle, groups, failures, evaluation."""
@@ -141,7 +141,7 @@ def test_the_lead_is_bounded_and_iteration_goes_on_whatever_the_updates(tokenize
             state = collector.state_dict()
 
 
-@examples(25, few=4, phases=PHASES)
+@examples(12, few=4, phases=PHASES)
 @given(
     staleness=st.integers(0, 2),
     first=st.integers(0, 2),

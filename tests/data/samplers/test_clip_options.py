@@ -38,7 +38,7 @@ def clips_of(sample):
 # ---- padding ------------------------------------------------------------------------------------
 
 
-@examples(50)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     slice_len=st.integers(1, 6),
@@ -201,7 +201,7 @@ def test_clips_beyond_their_episode_are_padded_to_rows(make):
 # ---- burn-in ------------------------------------------------------------------------------------
 
 
-@examples(30)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     slice_len=st.integers(2, 6),

@@ -64,7 +64,7 @@ def joined(steps):
     return out
 
 
-@examples(80)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=15),
     slice_len=st.integers(1, 4),

@@ -30,7 +30,7 @@ def episodes(sample):
     return sample["episode"].unique_consecutive().tolist()
 
 
-@examples(30)
+@examples(15)
 @given(
     count=st.integers(1, 3),
     writes=st.lists(st.integers(1, 5), min_size=1, max_size=6),

@@ -38,7 +38,7 @@ def test_draws_with_replacement_are_uniform(make):
     assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
 
 
-@examples(100, few=8)
+@examples(50, few=8)
 @given(data=st.data(), grouped=st.booleans())
 def test_an_epoch_gives_each_stored_episode_or_group_once(make, data, grouped):
     rb = buffer(
@@ -74,7 +74,7 @@ def groups_of(make, groups, first_id=0):
     return data
 
 
-@examples(50)
+@examples(25)
 @given(data=st.data(), replacement=st.booleans())
 def test_only_groups_of_the_size_asked_for_are_dealt(make, data, replacement):
     rb = buffer(

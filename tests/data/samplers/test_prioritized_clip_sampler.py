@@ -366,7 +366,7 @@ OPERATIONS = [
 ]
 
 
-@examples(200, few=20)
+@examples(100, few=20)
 @given(data=st.data())
 def test_every_priority_stays_with_its_clip(make, data):
     """Whatever is done: each clip's leaf is of its own priority, and every other leaf is 0."""
@@ -448,7 +448,7 @@ def in_all_forms(index):
     }
 
 
-@examples(100)
+@examples(50)
 @given(data=st.data())
 def test_priorities_follow_from_numbers_and_shapes(make, data):
     """A vector sets one each, rows one each: against a slow reading, in any memory."""
@@ -642,7 +642,7 @@ def test_gradients_and_inference_mode_do_no_harm(make):
     assert not any(p.requires_grad for p in ring(rb).stored()[1:])
 
 
-@examples(50)
+@examples(25)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 300),

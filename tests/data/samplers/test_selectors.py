@@ -85,7 +85,7 @@ def test_recent_draws_from_the_newest_clips_until_its_step(make, lengths, n, unt
     assert chi_square(drawn["episode"] * 10 + drawn["step"], [10 * i + k for i, k in clips]) < 100
 
 
-@examples(60)
+@examples(30)
 @given(step=st.integers(0, 60), steps=st.integers(1, 50), num=st.integers(1, 9))
 def test_linear_mix_gives_each_its_share(make, step, steps, num):
     storage = EpisodeStorage(100)

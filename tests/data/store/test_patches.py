@@ -60,7 +60,7 @@ def test_a_sample_is_patched_where_it_is_stored_still(cls):
     assert rb[:]["number"].tolist() == [4, 5, 6, 7, 8, 9]
 
 
-@examples(30)
+@examples(15)
 @given(data=st.data())
 def test_a_patch_changes_these_values_and_no_others(data):
     rb, numbers, taken = buffer(9), [], []

@@ -48,7 +48,7 @@ def the_clip_at(rb, handle):
     return ReplayBuffer(storage=storage, sampler=chosen).sample(3)
 
 
-@examples(60, few=4)
+@examples(30, few=4)
 @given(
     kind=st.sampled_from(["vectors", "turns"]),
     cls=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),

@@ -109,7 +109,7 @@ def steps(rows, is_init):
     seed=st.integers(0, 2**31),
     cells=st.sampled_from([1, 2, 1_000_000]),
 )
-@examples(60)
+@examples(30)
 def test_ids_that_stay_are_no_reason_to_warn(is_init, number, lengths, seed, cells):
     envs, rb = Envs(number, seed, cells=cells), buffer()
     with Said() as said:
@@ -125,7 +125,7 @@ def test_ids_that_stay_are_no_reason_to_warn(is_init, number, lengths, seed, cel
     lengths=st.lists(st.integers(3, 12), min_size=6, max_size=12),
     seed=st.integers(0, 2**31),
 )
-@examples(60)
+@examples(30)
 def test_episodes_that_lose_their_beginning_to_new_ids_are_said(is_init, number, lengths, seed):
     envs, rb = Envs(number, seed), buffer()
     with Said() as said:

@@ -77,7 +77,7 @@ class Sender:
         return piece
 
 
-@examples(60)
+@examples(30)
 @given(
     data=st.data(),
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=4),
@@ -109,7 +109,7 @@ def test_collectors_whose_ids_collide_are_kept_apart(data, lengths, cls, noise, 
     assert rb.writer.stats() | {"breaks": 0} == dict.fromkeys(rb.writer.stats(), 0)
 
 
-@examples(60)
+@examples(30)
 @given(
     data=st.data(),
     environments=st.integers(1, 4),

@@ -35,7 +35,7 @@ def test_plain_keys_are_the_names():
     assert entry_name(("next", "agent_0", "top-camera")) == "next.agent_0.top-camera"
 
 
-@examples(500, few=30)
+@examples(250, few=30)
 @given(st.sets(KEYS, min_size=2, max_size=30))
 def test_names_are_safe_and_differ_wherever_case_or_accents_do_not_count(keys):
     files = set()

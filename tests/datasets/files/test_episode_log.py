@@ -104,7 +104,7 @@ def some(items, number):
     return items[:: max(1, -(-len(items) // number))]
 
 
-@few_or_many(3, 1000)
+@few_or_many(3, 250)
 def test_whatever_is_written_last_each_episode_is_there_once(format, examples, tmp_path):
     (tmp_path / "data").mkdir()
     path = new_path(tmp_path / "data", format, "x")
@@ -130,7 +130,7 @@ def test_whatever_is_written_last_each_episode_is_there_once(format, examples, t
         assert not [name for _, name, _ in files_of(copy) if "recent" in name or "unfin" in name]
 
 
-@few_or_many(3, 1000)
+@few_or_many(3, 250)
 def test_an_overwrite_is_seen_at_once(format, examples, tmp_path):
     (tmp_path / "data").mkdir()
     path = new_path(tmp_path / "data", format, "x")

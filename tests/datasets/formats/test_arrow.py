@@ -85,7 +85,7 @@ def test_datasets_shows_what_a_person_expects(tmp_path):
     assert files["train"][0] == loaded[0]
 
 
-@examples(40, few=3)
+@examples(20, few=3)
 @given(st.integers(0, 2**32))
 def test_datasets_reads_every_episode_of_any_schema(tmp_path_factory, seed):
     tmp_path = tmp_path_factory.mktemp("any")
@@ -131,7 +131,7 @@ LONG = ["9" * 5000, "[" * 100_000]
 """More than Python's reader of JSON takes."""
 
 
-@examples(30, few=3)
+@examples(15, few=3)
 @given(strings=st.lists(st.text() | st.text(alphabet='"[]{}:,0-eNan\\ \n'), max_size=20))
 def test_a_string_is_itself_unless_it_reads_as_something_else(strings, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("strings")

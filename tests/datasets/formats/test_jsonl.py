@@ -172,7 +172,7 @@ def test_objects_and_metadata_are_strict_json_too(tmp_path):
     assert repr(list(dataset.episode(0)["x"])) == repr(dataset.metadata(0)["x"]) == repr(odd)
 
 
-@few_or_many(5, 60)
+@few_or_many(5, 15)
 def test_lines_that_other_tools_wrote_again_joined_and_shuffled(examples, tmp_path):
     for seed in range(examples):
         rng = random.Random(seed)

@@ -44,7 +44,7 @@ def frozen(net, names):
     return net
 
 
-@examples(30, few=2)
+@examples(15, few=2)
 @given(st.sets(st.sampled_from(PARAMETERS)), st.booleans())
 def test_frozen_parameters_stay_and_all_else_comes_back(tmp_path_factory, names, whole):
     folder = tmp_path_factory.mktemp("run")

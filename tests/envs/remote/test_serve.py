@@ -141,7 +141,7 @@ values = st.recursive(
 
 
 @given(item=values)
-@examples(200)
+@examples(100)
 def test_an_item_arrives_as_it_was_given(item):
     sent = write({"type": "reset", "data": reset_data(item)})
     assert item_of(read_json(sent)["data"]) == item
@@ -262,7 +262,7 @@ def test_wrong_messages_are_answered_by_errors_and_change_nothing(client, messag
         st.sampled_from(["type", "data", "step_id"]), values | st.sampled_from(["reset", "step"])
     ).map(json.dumps)
 )
-@examples(500, few=20)
+@examples(250, few=20)
 def test_no_text_ends_a_session(shared, raw):
     with closing(Client(shared)) as client:
         answer = client.ask(raw)

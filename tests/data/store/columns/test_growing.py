@@ -56,7 +56,7 @@ def test_no_token_is_stored_that_a_prompt_shares(conversation, parents):
     assert storage.num_tokens == tokens
 
 
-@examples(30)
+@examples(15)
 @given(
     episodes=st.lists(conversations, min_size=1, max_size=9),
     max_steps=st.integers(6, 14),

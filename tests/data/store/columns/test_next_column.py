@@ -34,7 +34,7 @@ def episode(length, number, odd=False, *, lazy=False, size=3):
     return lazy_stack(list(data.unbind(0))) if lazy else data
 
 
-@examples(50)
+@examples(25)
 @given(data=st.data(), size=st.sampled_from([3, 300]), scratch=st.booleans())
 def test_what_is_read_is_what_was_written(make, tmp_path_factory, data, size, scratch):
     folder = tmp_path_factory.mktemp("storage")

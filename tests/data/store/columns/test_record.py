@@ -44,7 +44,7 @@ def episode(drawn, length, seed):
     return data
 
 
-@examples(60)
+@examples(30)
 @given(
     drawn=entries,
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),

@@ -63,7 +63,7 @@ def fitting(stored, max_steps, max_episodes):
     return kept
 
 
-@examples(80)
+@examples(40)
 @given(
     kind=st.sampled_from(KINDS),
     how=st.sampled_from(HOW),
