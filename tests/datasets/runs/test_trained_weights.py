@@ -61,6 +61,19 @@ def test_frozen_parameters_stay_and_all_else_comes_back(tmp_path_factory, names,
             assert torch.equal(value, (before if name in left else saved.state_dict())[name])
 
 
+def test_engines_take_the_module_of_the_part_named_model(tmp_path):
+    class Server:
+        async def generate(self, prompt_ids): ...
+
+        def update_weights(self, source):
+            self.source = source
+
+    net, server = Net(1), Server()
+    RunCheckpoint(tmp_path).save(1, model=TrainedWeights(Net(0)))
+    RunCheckpoint(tmp_path).restore(model=TrainedWeights(net), engine=server)
+    assert server.source is net
+
+
 def test_it_has_no_frozen_entries():
     net = frozen(Net(), {"first.weight", "norm.bias"})
     left_out = net.state_dict().keys() - TrainedWeights(net).state_dict().keys()

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.data.checkpoint import batches_saved_plainly, check_pickles
+from torchrl_mt.datasets.runs.trained_weights import TrainedWeights
 from torchrl_mt.ranks import is_dtensor, is_sharded
 
 __all__ = [
@@ -193,7 +194,8 @@ def load_parts(parts: Mapping[str, Any], states: dict[str, Any], folder: Path) -
         try:
             if engine is not None and not any(engine is other for other in engines):
                 engines.append(engine)
-                _pass_weights(engine, parts.get("model"))
+                model = parts.get("model")
+                _pass_weights(engine, model.module if isinstance(model, TrainedWeights) else model)
             if name in states:
                 # A copy: a part may keep what it is given, whose file will be deleted.
                 _load_state(part, copy.deepcopy(states.pop(name)))

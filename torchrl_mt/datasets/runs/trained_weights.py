@@ -13,8 +13,9 @@ __all__ = ["TrainedWeights"]
 class TrainedWeights:
     """A part of a :class:`~torchrl_mt.datasets.RunCheckpoint`: a module without its frozen parameters.
 
-    With LoRA, checkpoints are as large as the adapters, not as the model. Give it a name other than
-    ``model``. The frozen parameters must be there when it is restored, as when a model is loaded by name.
+    With LoRA, checkpoints are as large as the adapters, not as the model. Under the name ``model``, the
+    engine takes the module when it is restored, as one with a server must. The frozen parameters must
+    be there then, as when a model is loaded by name.
 
     Args:
         module: A model, a loss module or an experience maker.
@@ -31,12 +32,12 @@ class TrainedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        named = nn.Module.named_parameters(self._module, remove_duplicate=False)
+        named = nn.Module.named_parameters(self.module, remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        state = self._module.state_dict()
+        state = self.module.state_dict()
         return {name: value for name, value in state.items() if name not in frozen}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -56,4 +57,4 @@ class TrainedWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
-        self._module.load_state_dict(state, strict=False)
+        self.module.load_state_dict(state, strict=False)
