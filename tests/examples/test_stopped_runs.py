@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import string
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.chat.templates import CHATML, byte_level
+from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.view.run_files import read_run
 
@@ -19,6 +22,9 @@ DIALOGUES = "--updates 3 --episodes 4 --held-out 2 --sft-steps 1"
 RUNS = {
     "tool_agent": DIALOGUES,
     "offline_dialogues": DIALOGUES,
+    "pixel_agent": "--updates 3 --side 2 --turns 2",
+    "masked_cartpole": "--updates 20 --every 5 --clips 4 --width 8 --episodes 2",
+    "pendulum_clips": "--steps 4 --episodes 4 --slice-len 8 --clips 4",
 }
 """Arguments of runs with several checkpoints."""
 
@@ -28,18 +34,21 @@ def odd(text):
     return float(sum(map(ord, text)) % 2)
 
 
+def collector_of(name, *args, **kwargs):
+    """The collector of an example: images come one at a time, and answers of tiny models end."""
+    if name == "pixel_agent":
+        kwargs["max_concurrency"] = 1
+    else:
+        kwargs["sampling"]["stop"] = list(string.ascii_letters)
+    return MultiTurnCollector(*args, **kwargs)
+
+
 def loaded(load, name):
-    """An example; where it needs a model, a tiny one ends its answers and has something to learn."""
+    """An example. What threads would do to rounding, and the curves, are left out."""
     example = load(name)
     example.plot_run = lambda folder: "left out"
-    if RUNS[name] == DIALOGUES:
-
-        class Stopping(example.MultiTurnCollector):
-            def __init__(self, *args, sampling, **kwargs):
-                stop = list(string.ascii_letters)
-                super().__init__(*args, sampling={**sampling, "stop": stop}, **kwargs)
-
-        example.MultiTurnCollector = Stopping
+    if hasattr(example, "MultiTurnCollector"):
+        example.MultiTurnCollector = partial(collector_of, name)
     if name == "tool_agent":
 
         async def reward(messages, item):
@@ -56,14 +65,14 @@ class Stopped(Exception):
 
 
 def run(example, arguments, stop=None):
-    """Run an example, up to a checkpoint; return the weights and the optimizer's state of the last."""
-    last, save = [], RunCheckpoint.save
+    """Run an example, or its begin; return the weights and the optimizer's state when it ended."""
+    last, save, saves = [], RunCheckpoint.save, itertools.count(1)
 
     def save_and_stop(self, step, **parts):
         save(self, step, **parts)
         weights = parts["trained"] if "trained" in parts else parts["model"]
         last[:] = copy.deepcopy([weights.state_dict(), parts["optimizer"].state_dict()])
-        if step == stop:
+        if next(saves) == stop:
             raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
