@@ -23,6 +23,7 @@ RUNS = {
     "tool_agent": DIALOGUES,
     "offline_dialogues": DIALOGUES,
     "pixel_agent": "--updates 3 --side 2 --turns 2",
+    "distributed_learner": "--updates 3",
     "masked_cartpole": "--updates 20 --every 5 --clips 4 --width 8 --episodes 2",
     "pendulum_clips": "--steps 4 --episodes 4 --slice-len 8 --clips 4",
 }
@@ -70,8 +71,8 @@ def run(example, arguments, stop=None):
 
     def save_and_stop(self, step, **parts):
         save(self, step, **parts)
-        weights = parts["trained"] if "trained" in parts else parts["model"]
-        last[:] = copy.deepcopy([weights.state_dict(), parts["optimizer"].state_dict()])
+        found = [parts.get(name) for name in ("trained", "model", "optimizer")]
+        last[:] = [copy.deepcopy(getattr(x, "state_dict", lambda x=x: x)()) for x in found]
         if next(saves) == stop:
             raise Stopped
 
