@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
             collector.update_policy_weights_(model)
             share = rows["rewards", "full"].sum().item() / args.episodes
             print(f"update {update}: {share:.2f} of the answers are right")
-            log.log(update, collector.stats(), maker.metrics, losses, reward=share)
+            log.log(update, collector.stats(), maker.metrics, losses.select("entropy"))
             checkpoint.save(update, **parts)
     results["after"] = evaluate(collector, held_out, args.out / "after.html")
     results["nll_after"] = policy.plain_text_nll()
