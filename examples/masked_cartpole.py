@@ -43,7 +43,7 @@ MAX_STEPS = 500
 NUM_ENVS = 16
 FRAMES_PER_BATCH = 256
 RANDOM_FRAMES = 2000  # to begin with
-UPDATES_PER_BATCH = 8
+FRAMES_PER_UPDATE = 32
 SLICE_LEN, BURN_IN = 32, 8
 GAMMA, N_STEPS = 0.99, 3
 TARGET_RATE = 0.05
@@ -61,7 +61,7 @@ class MaskedCartPole(EnvBase):
     """
 
     def __init__(self, num: int) -> None:
-        super().__init__(batch_size=[num])
+        super().__init__(device="cpu", batch_size=[num])
         self.observation_spec = Composite(observation=Unbounded((num, 2)), shape=[num])
         self.action_spec = Categorical(2, shape=(num,))
         self.reward_spec = Unbounded((num, 1))
@@ -190,7 +190,9 @@ def evaluate(network: TensorDictSequential, episodes: int, seed: int) -> float:
     """Mean return of the greedy policy."""
     env = make_env(episodes, network, seed)
     with set_exploration_type(ExplorationType.DETERMINISTIC):
-        played = env.rollout(MAX_STEPS, greedy(network, env), break_when_any_done=False)
+        played = env.rollout(
+            MAX_STEPS, greedy(network, env), break_when_any_done=False, auto_cast_to_device=True
+        )
     before_the_end = played["next", "done"].squeeze(-1).cumsum(1) == 0
     return (before_the_end.sum(1) + 1).clamp_max(MAX_STEPS).float().mean().item()
 
@@ -250,7 +252,6 @@ def train(args: argparse.Namespace) -> float:
         frames_per_batch=FRAMES_PER_BATCH,
         total_frames=-1,
         policy_device=args.device,
-        env_device="cpu",
         storing_device="cpu",
         exploration_type=ExplorationType.RANDOM,
         postproc=lambda batch: batch.select(*KEPT).contiguous(),
@@ -260,7 +261,7 @@ def train(args: argparse.Namespace) -> float:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
 
     def learn() -> None:
-        clips = buffer.sample().to(args.device)
+        clips = (sampled := buffer.sample()).to(args.device)
         error = td_errors(network, target, clips)
         learned = clips["collector", "mask"] & ~clips["burn_in"]
         weight = clips["priority_weight"] / clips["priority_weight"].max()
@@ -273,17 +274,11 @@ def train(args: argparse.Namespace) -> float:
         with torch.no_grad():
             for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
                 slow.lerp_(fast, TARGET_RATE)
-        clips["td_error"] = error.detach().abs() * learned
-        buffer.update_tensordict_priority(clips)
+        sampled["td_error"] = (error.detach().abs() * learned).cpu()
+        buffer.update_tensordict_priority(sampled)
 
     run = {"frames": 0, "updates": 0, "reached": 0.0}
     batches = iter(collector)
-
-    def play() -> None:
-        next(batches)
-        explore.step(FRAMES_PER_BATCH)
-        run["frames"] += FRAMES_PER_BATCH
-
     parts = {"model": network, "target": target, "optimizer": optimizer, "schedule": schedule}
     parts |= {"buffer": buffer, "explore": explore, "env": env.generator, "run": run}
     checkpoint = RunCheckpoint(args.out / "checkpoints")
@@ -294,10 +289,10 @@ def train(args: argparse.Namespace) -> float:
     bar = tqdm(total=args.updates, initial=run["updates"], desc="training", mininterval=1.0)
     log = RunLog(args.out, loggers=(), config=args, progress=False)
     while run["updates"] < args.updates and run["reached"] < args.goal:
-        if run["updates"] % UPDATES_PER_BATCH == 0:
-            play()
-        while run["frames"] < RANDOM_FRAMES:
-            play()
+        while run["frames"] < RANDOM_FRAMES + run["updates"] * FRAMES_PER_UPDATE:
+            next(batches)
+            explore.step(FRAMES_PER_BATCH)
+            run["frames"] += FRAMES_PER_BATCH
         learn()
         run["updates"] += 1
         bar.update()
