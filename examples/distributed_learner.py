@@ -95,6 +95,7 @@ def train(args: argparse.Namespace) -> None:
             reward = maker.metrics["reward/default/mean"]
             print(f"update {update}: reward {reward:.3f}, {len(rows)} rows on rank 0")
             game.log.log(update, game.collector.stats(), maker.metrics)
+            game.log.episodes(update, game.buffer, tokenizer)  # a page, every ten updates
             checkpoint.save(update, **saved)
     if game:
         torch.save(saved["model"], args.out / "weights.pt")

@@ -8,7 +8,7 @@ the model reached.
 Without ``--model``, the program builds a small Qwen3-VL with random weights and its processor: it learns
 to see and to play from the game's rewards alone.
 
-    python examples/pixel_agent.py    # --resume goes on with a run that was stopped
+    python examples/pixel_agent.py    # --resume goes on with a run that was stopped, up to rounding
 """
 
 from __future__ import annotations
