@@ -3,7 +3,7 @@
 Rank 0 plays the game of ``guess_number.py`` with a copy of the model and divides the rows among the
 ranks. Each update is the one that a single process would make: run it alone, and compare.
 
-    python examples/distributed_learner.py
+    python examples/distributed_learner.py    # --resume goes on with a run that was stopped
     torchrun --nproc-per-node 2 examples/distributed_learner.py --parallel fsdp
     accelerate launch --multi_gpu --num_processes 2 examples/distributed_learner.py
 
@@ -13,15 +13,17 @@ On a machine without GPUs the ranks use gloo; ``--multi_gpu`` makes accelerate s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.data import ReplayBuffer
@@ -29,16 +31,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches, split_rows
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.view import RunLog, plot_run
 
 NUMBERS, TURNS = 4, 3
 EPISODES_PER_UPDATE = 128
 GROUP_SIZE = 8
 MICRO_BATCH_TOKENS = 2048
+WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all ranks
 WORDS = ["guess", "to", "higher", "lower", "correct", "invalid"]
 
 
@@ -61,7 +66,17 @@ def train(args: argparse.Namespace) -> None:
     loss_module = MultiTurnLoss(actor, clip_epsilon=0.2, entropy_coef=0.003)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
 
-    for update in range(args.updates):
+    saved: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "collector": {}}
+    checkpoint = RunCheckpoint(args.out / "checkpoints")  # rank 0 saves, and all ranks restore
+    done = checkpoint.restore(**saved) or 0
+    if done:
+        if game:
+            game.collector.update_policy_weights_(saved["model"])
+            game.collector.load_state_dict(saved["collector"])
+        own = {"model_state_dict": {**saved["model"]}, "optim_state_dict": saved["optimizer"]}
+        states.set_state_dict(actor, optimizer, **own, options=WHOLE)  # each rank takes its part
+
+    for update in range(done + 1, args.updates + 1):
         rows = maker(scatter(game.play() if game else None, rank, ranks).to(args.device))
         total = loss_module.total(rows, process_group=world)
         for batch in micro_batches(
@@ -73,15 +88,21 @@ def train(args: argparse.Namespace) -> None:
         nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        weights = whole_weights(actor)
+        saved["model"], saved["optimizer"] = states.get_state_dict(actor, optimizer, options=WHOLE)
         if game:
-            game.collector.update_policy_weights_(weights)
+            game.collector.update_policy_weights_(saved["model"])
+            saved["collector"] = game.collector.state_dict()
             reward = maker.metrics["reward/default/mean"]
-            print(f"update {update + 1}: reward {reward:.3f}, {len(rows)} rows on rank 0")
+            print(f"update {update}: reward {reward:.3f}, {len(rows)} rows on rank 0")
+            game.log.log(update, game.collector.stats(), maker.metrics)
+            game.log.episodes(update, game.buffer, tokenizer)  # a page, every ten updates
+            checkpoint.save(update, **saved)
     if game:
-        torch.save(weights, args.out / "weights.pt")
+        torch.save(saved["model"], args.out / "weights.pt")
         print(f"written to {args.out / 'weights.pt'}")
         game.close()
+        with contextlib.suppress(ImportError):  # matplotlib is an extra
+            print(f"curves: {plot_run(args.out)}")
 
 
 class Game:
@@ -110,6 +131,7 @@ class Game:
             replay_buffer=self.buffer,
         )
         self.batches: Iterator[None] = iter(self.collector)
+        self.log = RunLog(args.out, loggers=(), config=args, progress=False)
 
     def play(self) -> TensorDictBase:
         """Play the episodes of one update with the current weights."""
@@ -120,6 +142,7 @@ class Game:
     def close(self) -> None:
         self.collector.shutdown()
         self.engine.close()
+        self.log.close()
 
 
 def parallel(model: PreTrainedModel, kind: str) -> nn.Module:
@@ -140,12 +163,6 @@ def scatter(rows: TensorDictBase | None, rank: int, ranks: int) -> TensorDictBas
     return mine[0]
 
 
-def whole_weights(actor: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights, gathered from all ranks: every rank calls, rank 0 uses them."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(actor, options=options)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -160,20 +177,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=60, help="rounds of play and training")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/distributed_learner"), help="folder for the weights"
-    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="each rank has its own")
+    parser.add_argument("--out", type=Path, default=Path("runs/distributed_learner"), help="folder")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     args = parser.parse_args(argv)
     if args.updates < 1:
         parser.error(f"--updates must be at least 1, got {args.updates}")
+    if not args.resume and (args.out / "checkpoints").exists():
+        parser.error(f"--out: {args.out} has a run: --resume goes on with it")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    args.device = "cpu"
-    if torch.cuda.is_available():
+    if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(args.device)
     if "RANK" in os.environ:  # a launcher started several processes
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     try:
         train(args)
     finally:

@@ -5,7 +5,7 @@ storage keeps whole episodes, and the sampler draws clips in proportion to their
 steps of a clip only warm up the memory (burn-in). On the others the network learns by double Q-learning
 with three-step returns, as R2D2 does (Kapturowski et al., 2019).
 
-    python examples/masked_cartpole.py
+    python examples/masked_cartpole.py    # --resume goes on with a run that was stopped
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from torchrl.modules import MLP, EGreedyModule, GRUModule, QValueModule, set_rec
 from tqdm import tqdm
 
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.view import RunLog, plot_run
 
 MAX_STEPS = 500
 NUM_ENVS = 16
 FRAMES_PER_BATCH = 256
 RANDOM_FRAMES = 2000  # to begin with
-UPDATES_PER_BATCH = 8
+FRAMES_PER_UPDATE = 32
 SLICE_LEN, BURN_IN = 32, 8
 GAMMA, N_STEPS = 0.99, 3
 TARGET_RATE = 0.05
@@ -60,7 +61,7 @@ class MaskedCartPole(EnvBase):
     """
 
     def __init__(self, num: int) -> None:
-        super().__init__(batch_size=[num])
+        super().__init__(device="cpu", batch_size=[num])
         self.observation_spec = Composite(observation=Unbounded((num, 2)), shape=[num])
         self.action_spec = Categorical(2, shape=(num,))
         self.reward_spec = Unbounded((num, 1))
@@ -167,7 +168,7 @@ def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> T
     """TD errors ``[B, T]`` of the actions taken."""
     # Each state once: the state after a step is the state before the next.
     seen = torch.cat([clips["observation"][:, :1], clips["next", "observation"]], dim=1)
-    start = torch.zeros(*seen.shape[:2], 1, dtype=torch.bool)
+    start = torch.zeros(*seen.shape[:2], 1, dtype=torch.bool, device=seen.device)
     start[:, 0] = True
     states = TensorDict({"observation": seen, "is_init": start}, seen.shape[:2])
     with set_recurrent_mode(True):
@@ -175,9 +176,8 @@ def td_errors(network: nn.Module, target: nn.Module, clips: TensorDictBase) -> T
         with torch.no_grad():
             next_value = target(states)["action_value"]
     with torch.no_grad():
-        best = next_value.gather(-1, value.argmax(-1, keepdim=True)).squeeze(
-            -1
-        )  # double Q-learning
+        chosen = value.argmax(-1, keepdim=True)  # double Q-learning
+        best = next_value.gather(-1, chosen).squeeze(-1)
         best[:, 1:] *= ~clips["next", "terminated"].squeeze(-1)
         reward = (1 - GAMMA) * clips["next", "reward"].squeeze(-1)  # so that no value is above one
         returns = n_step_returns(reward, best, clips["collector", "mask"], GAMMA, N_STEPS)
@@ -190,7 +190,9 @@ def evaluate(network: TensorDictSequential, episodes: int, seed: int) -> float:
     """Mean return of the greedy policy."""
     env = make_env(episodes, network, seed)
     with set_exploration_type(ExplorationType.DETERMINISTIC):
-        played = env.rollout(MAX_STEPS, greedy(network, env), break_when_any_done=False)
+        played = env.rollout(
+            MAX_STEPS, greedy(network, env), break_when_any_done=False, auto_cast_to_device=True
+        )
     before_the_end = played["next", "done"].squeeze(-1).cumsum(1) == 0
     return (before_the_end.sum(1) + 1).clamp_max(MAX_STEPS).float().mean().item()
 
@@ -217,12 +219,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--episodes", type=positive, default=32, help="episodes of an evaluation")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--out", type=Path, default=Path("runs/masked_cartpole"), help="folder")
+    parser.add_argument("--device", default="cpu", help="where the network lives")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     args = parser.parse_args(argv)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    if not args.resume and (args.out / "checkpoints").exists():
+        parser.error(f"--out: {args.out} has a run: --resume goes on with it")
     return args
 
 
@@ -230,18 +236,23 @@ def train(args: argparse.Namespace) -> float:
     """Play, learn, evaluate and draw; return the mean return of fresh episodes."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    network = make_network(args.width)
+    network = make_network(args.width).to(args.device)
     target = copy.deepcopy(network).requires_grad_(False)  # a running mean: it also evaluates best
     buffer = make_buffer(args.clips)
     env = make_env(NUM_ENVS, network, args.seed)
     explore = EGreedyModule(
-        env.action_spec_unbatched, eps_init=1.0, eps_end=0.1, annealing_num_steps=10_000
+        env.action_spec_unbatched.to(args.device),
+        eps_init=1.0,
+        eps_end=0.1,
+        annealing_num_steps=10_000,
     )
     collector = Collector(
         env,
         TensorDictSequential(greedy(network, env), explore),
         frames_per_batch=FRAMES_PER_BATCH,
         total_frames=-1,
+        policy_device=args.device,
+        storing_device="cpu",
         exploration_type=ExplorationType.RANDOM,
         postproc=lambda batch: batch.select(*KEPT).contiguous(),
         replay_buffer=buffer,
@@ -250,7 +261,7 @@ def train(args: argparse.Namespace) -> float:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, args.updates)
 
     def learn() -> None:
-        clips = buffer.sample()
+        clips = (sampled := buffer.sample()).to(args.device)
         error = td_errors(network, target, clips)
         learned = clips["collector", "mask"] & ~clips["burn_in"]
         weight = clips["priority_weight"] / clips["priority_weight"].max()
@@ -263,37 +274,41 @@ def train(args: argparse.Namespace) -> float:
         with torch.no_grad():
             for slow, fast in zip(target.parameters(), network.parameters(), strict=True):
                 slow.lerp_(fast, TARGET_RATE)
-        clips["td_error"] = error.detach().abs() * learned
-        buffer.update_tensordict_priority(clips)
+        sampled["td_error"] = (error.detach().abs() * learned).cpu()
+        buffer.update_tensordict_priority(sampled)
 
-    frames, updates, reached = 0, 0, 0.0
-    bar = tqdm(total=args.updates, desc="training", mininterval=1.0)
-    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    run = {"frames": 0, "updates": 0, "reached": 0.0}
+    batches = iter(collector)
+    parts = {"model": network, "target": target, "optimizer": optimizer, "schedule": schedule}
+    parts |= {"buffer": buffer, "explore": explore, "env": env.generator, "run": run}
+    checkpoint = RunCheckpoint(args.out / "checkpoints")
+    if checkpoint.restore(**parts):
+        collector.reset()
+    else:
+        (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    bar = tqdm(total=args.updates, initial=run["updates"], desc="training", mininterval=1.0)
     log = RunLog(args.out, loggers=(), config=args, progress=False)
-    for _ in collector:
-        frames += FRAMES_PER_BATCH
-        explore.step(FRAMES_PER_BATCH)
-        if frames < RANDOM_FRAMES:
-            continue
-        for _ in range(UPDATES_PER_BATCH):
-            learn()
-            updates += 1
-            bar.update()
-            if updates % args.every == 0 or updates == args.updates:
-                reached = evaluate(target, args.episodes, seed=updates)
-                log.log(updates, {"frames": frames, "eval/reward": reached})
-                bar.set_postfix({"return": f"{reached:.0f}"})
-            if updates == args.updates or reached >= args.goal:
-                break
-        else:
-            continue
-        break
+    while run["updates"] < args.updates and run["reached"] < args.goal:
+        while run["frames"] < RANDOM_FRAMES + run["updates"] * FRAMES_PER_UPDATE:
+            next(batches)
+            explore.step(FRAMES_PER_BATCH)
+            run["frames"] += FRAMES_PER_BATCH
+        learn()
+        run["updates"] += 1
+        bar.update()
+        if run["updates"] % args.every == 0 or run["updates"] == args.updates:
+            run["reached"] = evaluate(target, args.episodes, seed=run["updates"])
+            log.log(run["updates"], {"frames": run["frames"], "eval/reward": run["reached"]})
+            bar.set_postfix({"return": f"{run['reached']:.0f}"})
+            buffer.writer.flush()  # all episodes end here, as they do for a run that goes on
+            checkpoint.save(run["updates"], **parts)
+            collector.reset()
     collector.shutdown()
     bar.close()
     log.close()
 
     reached = evaluate(target, 100, seed=args.seed + 1_000_000)
-    print(f"after {updates} updates and {frames} steps of the environment:")
+    print("after {updates} updates and {frames} steps of the environment:".format(**run))
     print(f"mean return of 100 fresh episodes: {reached:.1f} of {MAX_STEPS}")
     try:
         print(f"curve: {plot_run(args.out)} (as a picture: run.png)")

@@ -5,7 +5,7 @@ joins the parts, the storage keeps whole episodes, and the sampler draws clips t
 episode's end. A small network learns to predict a clip from its first observation and its actions alone
 (open loop). It is evaluated on held-out episodes.
 
-    python examples/pendulum_clips.py
+    python examples/pendulum_clips.py    # --resume goes on with a run that was stopped
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 from tqdm import tqdm
 
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.view import RunLog, plot_run
 
 NUM_ENVS = 4
@@ -122,6 +123,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--out", type=Path, default=Path("runs/pendulum_clips"), help="folder")
+    parser.add_argument("--device", default="cpu", help="where the model lives")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     args = parser.parse_args(argv)
     if args.slice_len > EPISODE_LENGTH:
         parser.error(f"--slice-len: an episode has {EPISODE_LENGTH} steps, got {args.slice_len}")
@@ -130,6 +133,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    if not args.resume and (args.out / "checkpoints").exists():
+        parser.error(f"--out: {args.out} has a run: --resume goes on with it")
     return args
 
 
@@ -140,9 +145,9 @@ def train(args: argparse.Namespace) -> None:
     print(f"collecting {args.episodes} episodes of {EPISODE_LENGTH} steps ...", flush=True)
     buffer = collect(args.episodes, args.slice_len, args.clips, args.seed)
     fresh = collect(max(1, args.episodes // 4), args.slice_len, 512, args.seed + 1)
-    held_out = fresh.sample().reshape(-1, args.slice_len)
+    held_out = fresh.sample().reshape(-1, args.slice_len).to(args.device)
 
-    model = Dynamics()
+    model = Dynamics().to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 
@@ -150,24 +155,31 @@ def train(args: argparse.Namespace) -> None:
     def validate() -> Tensor:
         return squared_error(model, held_out)
 
-    before = validate()
-    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    errors = {"before": validate()}
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "errors": errors}
+    parts["sampler"] = buffer.sampler  # the episodes are collected again: they are the same
+    checkpoint = RunCheckpoint(args.out / "checkpoints")
+    done = checkpoint.restore(**parts) or 0
+    if not done:
+        (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
     log = RunLog(args.out, loggers=(), config=args, progress=False)
-    log.log(0, loss_validation=before.mean())
+    log.log(0, loss_validation=errors["before"].mean())
     every = max(1, args.steps // 50)
-    for step in tqdm(range(1, args.steps + 1), desc="training", mininterval=1.0):
-        loss = squared_error(model, buffer.sample().reshape(-1, args.slice_len)).mean()
+    for step in tqdm(range(done + 1, args.steps + 1), desc="training", mininterval=1.0):
+        clips = buffer.sample().reshape(-1, args.slice_len).to(args.device)
+        loss = squared_error(model, clips).mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % every == 0 or step == args.steps:
-            after = validate()
-            log.log(step, loss_training=loss, loss_validation=after.mean())
+            errors["after"] = validate()
+            log.log(step, loss_training=loss, loss_validation=errors["after"].mean())
+            checkpoint.save(step, **parts)
     log.close()
 
-    still = squared_error(Standstill(), held_out)
+    before, after, still = errors["before"], errors["after"], squared_error(Standstill(), held_out)
     first, last = before.mean(), after.mean()
     print(f"validation error, {args.slice_len} steps open loop: {first:.4g} -> {last:.4g}")
     print(f"the prediction that nothing moves: {still.mean():.4g}")

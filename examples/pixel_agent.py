@@ -8,7 +8,7 @@ the model reached.
 Without ``--model``, the program builds a small Qwen3-VL with random weights and its processor: it learns
 to see and to play from the game's rewards alone.
 
-    python examples/pixel_agent.py
+    python examples/pixel_agent.py    # --resume goes on with a run that was stopped, up to rounding
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Compose
@@ -33,12 +32,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.datasets import RunCheckpoint
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.transforms import MergeTurns, VisionInputs
-from torchrl_mt.view import RunLog, plot_run
+from torchrl_mt.view import RunLog, plot_run, write_report
 
 GAMMA = 0.5  # a move is hardly worse for what follows it
 EPISODES_PER_UPDATE = 32
@@ -137,13 +137,19 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         optimizer, lambda k: min(1.0, 10 * (k + 1) / args.updates) * (1 - k / args.updates)
     )
     optimum = optimal_return(args.side)
-    before = evaluate(collector, args.side)
-    print(f"start: return {mean_return(before):.3f} (optimum {optimum:.3f})")
+    reached = {"optimum": optimum}
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "buffer": buffer}
+    parts |= {"collector": collector, "reached": reached}
+    checkpoint = RunCheckpoint(args.out / "checkpoints")
+    done = checkpoint.restore(**parts) or 0
+    if not done:
+        (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+        reached["before"] = evaluate(collector, args, "before")
+        print(f"start: return {reached['before']:.3f} (optimum {optimum:.3f})")
 
-    (args.out / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
     log = RunLog(args.out, loggers=(), config=args, total_steps=args.updates, progress=True)
     with log, contextlib.suppress(KeyboardInterrupt):
-        for update, _ in enumerate(collector, 1):
+        for update, _ in enumerate(collector, done + 1):
             rows = maker(buffer.sample().to(args.device))
             for _ in range(2):
                 for batch in rows[torch.randperm(len(rows))].split(len(rows) // 2):
@@ -158,20 +164,19 @@ def train(args: argparse.Namespace) -> dict[str, float]:
             last = losses.select("entropy", "clip_fraction")
             log.log(update, collector.stats(), last, reward=reward)
             buffer.empty()
+            checkpoint.save(update, **parts)
 
-    after = evaluate(collector, args.side)
+    reached["after"] = evaluate(collector, args, "after")
     collector.shutdown()
     engine.close()
-    film(after, args.out / "episodes.png")
-    reached = {"before": mean_return(before), "after": mean_return(after), "optimum": optimum}
     print(f"return      {reached['after']:.3f}  (before: {reached['before']:.3f})")
     print(f"optimum     {optimum:.3f}")
     print(f"of optimum  {reached['after'] / optimum:.1%}")
-    print(f"episodes    {args.out / 'episodes.png'}")
     try:
         print(f"curves      {plot_run(args.out)}  (as a picture: run.png)")
     except ImportError as error:
         print(f"no curves   {error}")
+    print(f"games       {args.out / 'after.html'}  (before: {args.out / 'before.html'})")
     return reached
 
 
@@ -182,38 +187,16 @@ def endless(items: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
         yield rng.choice(items)
 
 
-def evaluate(collector: MultiTurnCollector, side: int) -> TensorDictBase:
-    """Play from every start once."""
-    return collector.evaluate(starts(side))
+def evaluate(collector: MultiTurnCollector, args: argparse.Namespace, name: str) -> float:
+    """Play from every start once, show the games on a page, and return the mean return."""
+    played = collector.evaluate(starts(args.side))
+    write_report(played, args.out / f"{name}.html", tokenizer=collector.engine.tokenizer)
+    return mean_return(played)
 
 
 def mean_return(steps: TensorDictBase) -> float:
     """Mean sum of rewards of whole episodes."""
     return float(steps["next", "reward"].sum() / steps["next", "done"].sum())
-
-
-# What the model saw
-
-
-def film(steps: TensorDictBase, path: Path, episodes: int = 6) -> None:
-    """Draw what the model saw in some episodes, one below the other, with its answers in the title."""
-    done = steps["next", "done"][:, 0].nonzero()[:, 0] + 1
-    ends = done[:: max(len(done) // episodes, 1)][:episodes].tolist()
-    lines = []
-    for end in ends:
-        earlier = done[done < end]
-        begin = int(earlier[-1]) if len(earlier) else 0
-        lines.append([images[0].array() for images in steps["images", "new"][begin:end]])
-    height, width, _ = lines[0][0].shape
-    sheet = np.full(
-        (len(lines) * (height + 2), max(map(len, lines)) * (width + 2), 3), 255, np.uint8
-    )
-    for i, line in enumerate(lines):
-        for j, picture in enumerate(line):
-            top, left = i * (height + 2), j * (width + 2)
-            sheet[top : top + height, left : left + width] = picture
-    scale = max(1, 64 // height)
-    Image.fromarray(sheet.repeat(scale, 0).repeat(scale, 1)).save(path)
 
 
 # The command line
@@ -246,6 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/pixel_agent"), help="folder for the results"
     )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     args = parser.parse_args(argv)
     if args.side < 2:
         parser.error(f"--side: must be at least 2, got {args.side}")
@@ -258,6 +242,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+    if not args.resume and (args.out / "checkpoints").exists():
+        parser.error(f"--out: {args.out} has a run: --resume goes on with it")
     return args
 
 

@@ -12,7 +12,7 @@ Measured with SmolLM2-135M-Instruct on one core, 3.1 GiB of memory:
        2 |         0.00 |                       0.31 |  0.75 |      3.65 -> 3.72 |         325
 
     pip install 'torchrl-mt[lora]'
-    python examples/tool_agent.py
+    python examples/tool_agent.py    # --resume goes on with a run that was stopped
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from torch.utils.data import DataLoader
 
 from torchrl_mt import pretrained
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.datasets import ConversationDataset
+from torchrl_mt.datasets import ConversationDataset, RunCheckpoint, TrainedWeights
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import ToolEnv
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.view import RunLog, plot_run, write_report
 
 GOODS = ["apple", "pear", "melon", "bread", "cheese", "salt", "lamp", "chair", "clock", "rope"]
 UNSEEN_GOODS = ["grape", "onion", "pillow", "bottle", "ladder", "button", "shovel", "ticket"]
@@ -48,7 +50,13 @@ QUESTIONS = {
 SYSTEM = "Call price(item) or stock(item), then say the result."
 
 
-def price(item: str) -> int:
+class Shop(ToolEnv):
+    """It runs without threads, since its functions are ``async``: a run repeats bit for bit."""
+
+    inline = True
+
+
+async def price(item: str) -> int:
     """Look up what an item costs.
 
     Args:
@@ -57,7 +65,7 @@ def price(item: str) -> int:
     return PRICES[item]  # the model is told of a KeyError
 
 
-def stock(item: str) -> int:
+async def stock(item: str) -> int:
     """Look up how many are left of an item.
 
     Args:
@@ -96,81 +104,91 @@ def written(item: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*item["messages"], call, result, answer]}
 
 
-def reward(messages: list[dict[str, Any]], item: dict[str, Any]) -> float:
+async def reward(messages: list[dict[str, Any]], item: dict[str, Any]) -> float:
     """Judge the last answer of a dialogue."""
     return float(messages[-1]["content"].strip() == item["answer"])
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    if not args.resume and (args.out / "checkpoints").exists():
+        raise FileExistsError(f"--out has a run, {args.out}: --resume goes on with it.")
     torch.manual_seed(args.seed)
     policy = pretrained.load(args.model, device=args.device)
     model, tokenizer, optimizer = policy.model, policy.tokenizer, policy.optimizer
-    engine = TransformersEngine(model, tokenizer, seed=args.seed)
+    engine = TransformersEngine(model, tokenizer)
     collector = MultiTurnCollector(
-        ToolEnv([price, stock], reward=reward, parser=parse),
+        Shop([price, stock], reward=reward, parser=parse),
         engine,
-        questions(GOODS, args.seed),
+        list(itertools.islice(questions(GOODS, args.seed), 1000)),  # a list needs no thread
         episodes_per_batch=args.episodes,
         total_episodes=args.updates * args.episodes,
         limits=Limits(max_turns=3, max_response_tokens=12),
-        sampling={"stop": ["\n"]},
+        sampling={"seed": args.seed, "stop": ["\n"]},
         postproc=MergeTurns(pad_token_id=tokenizer.pad_token_id),
     )
 
-    def step(loss: torch.Tensor) -> None:
-        loss.backward()
+    def step(losses: Any) -> None:
+        losses["loss_objective"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     held_out = list(itertools.islice(questions(UNSEEN_GOODS, 2**32), args.held_out))
-    nll_before, before = policy.plain_text_nll(), evaluate(collector, held_out, "before")
-
-    # The supervised start: the answers of written dialogues become likelier.
-    dialogues = map(written, itertools.islice(questions(GOODS, args.seed + 1), 8 * args.sft_steps))
-    dataset = ConversationDataset(dialogues, tokenizer)
-    imitation = MultiTurnLoss(model, objective="sft")
-    for rows in DataLoader(dataset, batch_size=8, collate_fn=dataset.collate):
-        loss = imitation(rows.to(args.device))["loss_objective"]
-        step(loss)
-        print(f"supervised: loss {loss.item():.2f}")
-    optimizer.state.clear()  # Adam's averages are of larger gradients than those to come
-    collector.update_policy_weights_(model)
-    evaluate(collector, held_out, "after the supervised start")
+    parts = {"trained": TrainedWeights(model), "optimizer": optimizer, "collector": collector}
+    parts["results"] = results = dict[str, float]()
+    checkpoint = RunCheckpoint(args.out / "checkpoints")
+    done = checkpoint.restore(**parts) or 0
+    if not done:
+        results["nll_before"] = policy.plain_text_nll()
+        results["before"] = evaluate(collector, held_out, args.out / "before.html")
+        # The supervised start: the answers of written dialogues become likelier.
+        items = itertools.islice(questions(GOODS, args.seed + 1), 8 * args.sft_steps)
+        dataset = ConversationDataset(map(written, items), tokenizer)
+        imitation = MultiTurnLoss(model, objective="sft")
+        for rows in DataLoader(dataset, batch_size=8, collate_fn=dataset.collate):
+            step(losses := imitation(rows.to(args.device)))
+            print(f"supervised: loss {losses['loss_objective'].item():.2f}")
+        optimizer.state.clear()  # Adam's averages are of larger gradients than those to come
+        collector.update_policy_weights_(model)
+        evaluate(collector, held_out, args.out / "supervised.html")
 
     # Reinforcement learning: what had a higher reward than the rest becomes likelier.
     maker = ExperienceMaker(model, advantage="turn")
     passes = Passes(packed="tree")  # what dialogues begin with in common is computed once
     loss_module = MultiTurnLoss(model, objective="ppo", clip_epsilon=0.2, passes=passes)
-    for update, rows in enumerate(collector, 1):
-        rows = maker(rows.to(args.device))
-        for _ in range(2):
-            step(loss_module(rows)["loss_objective"])
-        collector.update_policy_weights_(model)
-        share = rows["rewards", "full"].sum().item() / args.episodes
-        print(f"update {update}: {share:.2f} of the answers are right")
-
-    after, nll_after = evaluate(collector, held_out, "after"), policy.plain_text_nll()
+    with RunLog(args.out, loggers=(), config=args, progress=False) as log:
+        for update, rows in enumerate(collector, done + 1):
+            rows = maker(rows.to(args.device))
+            for _ in range(2):
+                step(losses := loss_module(rows))
+            collector.update_policy_weights_(model)
+            share = rows["rewards", "full"].sum().item() / args.episodes
+            print(f"update {update}: {share:.2f} of the answers are right")
+            log.log(update, collector.stats(), maker.metrics, losses.select("entropy"))
+            checkpoint.save(update, **parts)
+    results["after"] = evaluate(collector, held_out, args.out / "after.html")
+    results["nll_after"] = policy.plain_text_nll()
     collector.shutdown()
     engine.close()
+    try:
+        print(f"curves: {plot_run(args.out)}")
+    except ImportError as error:
+        print(f"no curves: {error}")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{time.process_time():.0f} CPU seconds, {memory:.1f} GiB")
     print(
-        f"right before {before:.2f} after {after:.2f}, "
-        f"plain text nll {nll_before:.2f} -> {nll_after:.2f}"
+        "right before {before:.2f} after {after:.2f}, "
+        "plain text nll {nll_before:.2f} -> {nll_after:.2f}".format(**results)
     )
 
 
-def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], title: str) -> float:
-    """Play items, print the first dialogue, and return the share of right answers."""
+def evaluate(collector: MultiTurnCollector, items: list[dict[str, Any]], page: Path) -> float:
+    """Play items, write them to a page, and return the share of right answers."""
     played = collector.evaluate(items)
+    write_report(played, page, tokenizer=collector.engine.tokenizer)
     share = played["next", "reward"].sum().item() / len(items)
-    print(f"\n{title}: {share:.2f} right on goods that were never seen. A dialogue:")
-    for messages, done in zip(played["text"], played["next", "done"], strict=True):
-        print("\n".join(f"{message['role']:>9}: {message['content']}" for message in messages))
-        if done:
-            break
+    print(f"{page.stem}: {share:.2f} right on goods that were never seen ({page})")
     return share
 
 
@@ -179,6 +197,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/tool_agent"), help="its folder")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--sft-steps", type=int, default=10, help="each with 8 written dialogues")
     parser.add_argument("--updates", type=int, default=14)
     parser.add_argument("--episodes", type=int, default=16, help="dialogues of an update")

@@ -21,6 +21,7 @@ SHORT = {
 """Arguments of a short run of each."""
 SHORTENED = {
     "async_server": {"EPISODES": 4, "UNSEEN": ["rope"]},
+    "distributed_learner": {"EPISODES_PER_UPDATE": 64},
     "masked_cartpole": {"MAX_STEPS": 20, "RANDOM_FRAMES": 500},
     "pendulum_clips": {"EPISODE_LENGTH": 20},
     "pixel_agent": {"EPISODES_PER_UPDATE": 4},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_short_run_draws_its_curves(load, name, tmp_path):
 def test_a_run_begun_anew_forgets_the_earlier_one(load, tmp_path):
     for steps in "31":
         module = load("pendulum_clips")
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
         arguments = ["--steps", steps, *SHORT["pendulum_clips"].split()[2:]]
         assert module.main([*arguments, "--out", str(tmp_path)]) == 0
     assert list(read_run(tmp_path).rows) == [0, 1]
@@ -91,10 +93,19 @@ def test_control_c_stops_cleanly(load, name, tmp_path, monkeypatch, capsys):
     assert "stopped" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["masked_cartpole", "pendulum_clips", "pixel_agent"])
+def test_a_folder_with_a_run_is_refused(load, name, tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        load(name).main(["--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "has a run: --resume goes on" in capsys.readouterr().err
+
+
 @each_example
 def test_help(load, name, capsys):
     with pytest.raises(SystemExit) as stopped:
         load(name).main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert all(option in printed for option in ("--seed", "--lr", "--out"))
+    assert all(option in printed for option in ("--seed", "--lr", "--out", "--device"))
