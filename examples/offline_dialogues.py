@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     collector = MultiTurnCollector(
         Desk(),
         engine,
-        list(itertools.islice(customers(GOODS, args.seed), 1000)),  # a list needs no thread
+        customers(GOODS, args.seed),
         episodes_per_batch=args.episodes,
         total_episodes=args.updates * args.episodes,
         limits=Limits(max_turns=3, max_response_tokens=12),

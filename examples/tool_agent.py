@@ -50,13 +50,7 @@ QUESTIONS = {
 SYSTEM = "Call price(item) or stock(item), then say the result."
 
 
-class Shop(ToolEnv):
-    """It runs without threads, since its functions are ``async``: a run repeats bit for bit."""
-
-    inline = True
-
-
-async def price(item: str) -> int:
+def price(item: str) -> int:
     """Look up what an item costs.
 
     Args:
@@ -65,7 +59,7 @@ async def price(item: str) -> int:
     return PRICES[item]  # the model is told of a KeyError
 
 
-async def stock(item: str) -> int:
+def stock(item: str) -> int:
     """Look up how many are left of an item.
 
     Args:
@@ -104,7 +98,7 @@ def written(item: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [*item["messages"], call, result, answer]}
 
 
-async def reward(messages: list[dict[str, Any]], item: dict[str, Any]) -> float:
+def reward(messages: list[dict[str, Any]], item: dict[str, Any]) -> float:
     """Judge the last answer of a dialogue."""
     return float(messages[-1]["content"].strip() == item["answer"])
 
@@ -118,9 +112,9 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer, optimizer = policy.model, policy.tokenizer, policy.optimizer
     engine = TransformersEngine(model, tokenizer)
     collector = MultiTurnCollector(
-        Shop([price, stock], reward=reward, parser=parse),
+        ToolEnv([price, stock], reward=reward, parser=parse),
         engine,
-        list(itertools.islice(questions(GOODS, args.seed), 1000)),  # a list needs no thread
+        questions(GOODS, args.seed),
         episodes_per_batch=args.episodes,
         total_episodes=args.updates * args.episodes,
         limits=Limits(max_turns=3, max_response_tokens=12),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.chat.templates import CHATML, byte_level
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.datasets import RunCheckpoint
+from torchrl_mt.envs import ToolEnv
 from torchrl_mt.view.run_files import read_run
 
 from .conftest import save_model
@@ -35,13 +36,26 @@ def odd(text):
     return float(sum(map(ord, text)) % 2)
 
 
-def collector_of(name, *args, **kwargs):
+class Tools(ToolEnv):
+    """Without threads. Tiny models call none."""
+
+    inline = True
+
+    def __init__(self, tools, **kwargs):
+        async def reward(messages, item):
+            return odd(messages[-1]["content"])
+
+        super().__init__([], reward=reward, parser=kwargs["parser"])
+
+
+def collector_of(name, env, engine, data=None, **kwargs):
     """The collector of an example: images come one at a time, and answers of tiny models end."""
     if name == "pixel_agent":
         kwargs["max_concurrency"] = 1
     else:
         kwargs["sampling"]["stop"] = list(string.ascii_letters)
-    return MultiTurnCollector(*args, **kwargs)
+        data = list(itertools.islice(data, 100))
+    return MultiTurnCollector(env, engine, data, **kwargs)
 
 
 def loaded(load, name):
@@ -51,11 +65,7 @@ def loaded(load, name):
     if hasattr(example, "MultiTurnCollector"):
         example.MultiTurnCollector = partial(collector_of, name)
     if name == "tool_agent":
-
-        async def reward(messages, item):
-            return odd(messages[-1]["content"])
-
-        example.reward = reward
+        example.ToolEnv = Tools
     if name == "offline_dialogues":
         example.Desk.step = lambda self, said: example.TextStep(reward=odd(said), done=True)
     return example
