@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -26,6 +27,7 @@ from tests.engines.test_servers import conversation
 from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
 from torchrl_mt.engines.completions.engine import CompletionsError
+from torchrl_mt.engines.server_weights import base
 from torchrl_mt.engines.server_weights.saved_models import SavedModels, named_weights
 
 pytest.importorskip("httpx")
@@ -193,12 +195,23 @@ def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weight
     assert second.version == 2
 
 
-def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers):
+def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monkeypatch):
     engine = make(max_retries=0)
     engine.update_weights(weights(1))
     first, second = servers.servers
     hangs, may_go_on = threading.Event(), threading.Event()
+
+    class Early(ThreadPoolExecutor):
+        """Begins before the caller knows of it, if it may."""
+
+        def submit(self, *args):
+            future = super().submit(*args)
+            if hangs.wait(0.5):
+                threading.Event().wait(0.2)  # and is interrupted
+            return future
+
     second.load_fault = lambda: (hangs.set(), may_go_on.wait(PATIENCE))
+    monkeypatch.setattr(base, "ThreadPoolExecutor", Early)
     try:
         with pytest.raises(KeyboardInterrupt), ctrl_c(hangs.is_set):
             engine.update_weights(weights(2))

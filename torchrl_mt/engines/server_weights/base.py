@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -254,12 +254,14 @@ class ServerWeights(ABC):
         """Update all servers; returns why each failed. An interrupt does not wait for them."""
         # One broadcast at a time: several would wait for each other.
         threads = ThreadPoolExecutor(len(self.urls) if self._transport == "disk" else 1)
-        has_ended = threading.Event()
+        all_known, has_ended = Future[None](), threading.Event()
         try:
             for url in self.urls:
-                self._loading[url] = threads.submit(self._try, url, load, has_ended)
+                self._loading[url] = threads.submit(self._try, url, load, all_known, has_ended)
+            all_known.set_result(None)
             return {url: loading.result() for url, loading in self._loading.items()}
         finally:
+            all_known.cancel()
             has_ended.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -269,9 +271,20 @@ class ServerWeights(ABC):
         return [x for url, x in self._loading.items() if url in asked and not x.done()]
 
     def _try(
-        self, url: str, load: Callable[[str], object], has_ended: threading.Event
+        self,
+        url: str,
+        load: Callable[[str], object],
+        all_known: Future[None],
+        has_ended: threading.Event,
     ) -> str | None:
-        """Update one server, once it is up; return why that failed."""
+        """Update one server, once it is up; return why that failed.
+
+        It begins when all threads are in ``_loading``: an interrupt could forget one that ran before.
+        """
+        try:
+            all_known.result()
+        except CancelledError:
+            return "the update was interrupted"
         seconds = self._wait_ready or 0.0
         end, has_said = time.monotonic() + seconds, False
         while True:
