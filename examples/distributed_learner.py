@@ -1,7 +1,8 @@
 """Train one language model with several processes (ranks), DDP or FSDP2, on one rank's episodes.
 
 Rank 0 plays the game of ``guess_number.py`` with a copy of the model and divides the rows among the
-ranks. Each update is the one that a single process would make: run it alone, and compare.
+ranks. Each update is the one that a single process would make: run it alone, and compare. With seed 0,
+the reward of an update's games rises from 0.02 to 0.98 of 1.
 
     python examples/distributed_learner.py    # --resume goes on with a run that was stopped
     torchrun --nproc-per-node 2 examples/distributed_learner.py --parallel fsdp

@@ -11,9 +11,9 @@ the browser.
 Measured with SmolLM2-135M-Instruct on one core, 3.0 GiB of memory:
 
     seed | right before | after | NLL of plain text | CPU seconds
-       0 |         0.15 |  0.89 |      3.65 -> 3.65 |         429
-       1 |         0.27 |  0.71 |      3.65 -> 3.67 |         455
-       2 |         0.19 |  0.85 |      3.65 -> 3.65 |         435
+       0 |         0.18 |  0.82 |      3.65 -> 3.63 |         368
+       1 |         0.14 |  0.88 |      3.65 -> 3.69 |         380
+       2 |         0.20 |  0.86 |      3.65 -> 3.68 |         342
 
     pip install 'torchrl-mt[agents,lora]'
     python examples/openai_agent.py

@@ -3,7 +3,8 @@
 TorchRL's collector swings four pendulums at random. Its batches split episodes anywhere. The writer
 joins the parts, the storage keeps whole episodes, and the sampler draws clips that never cross an
 episode's end. A small network learns to predict a clip from its first observation and its actions alone
-(open loop). It is evaluated on held-out episodes.
+(open loop). It is evaluated on held-out episodes: with seeds 0, 1 and 2, the error falls from 4.1, 3.3
+and 2.5 to 0.0022, 0.0013 and 0.0038. To predict that nothing moves has 1.4, 1.6 and 1.5.
 
     python examples/pendulum_clips.py    # --resume goes on with a run that was stopped
 """
