@@ -21,7 +21,6 @@ The server reads adapters from the folder ``--out``: on another machine, it must
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import time
 from pathlib import Path
@@ -46,8 +45,7 @@ SEEN += ["camera", "kettle", "hammer", "basket", "cheese", "wallet"]
 UNSEEN = ["rope", "soap", "onion", "pillow", "ladder", "bottle", "button", "shovel"]
 PRICES = dict(zip(SEEN + UNSEEN, map(int, "475963285297463846389527"), strict=True))
 ROLES = ("system", "user", "assistant", "tool", "assistant", "user")
-EPISODES = 16
-"""Dialogues of an update."""
+EPISODES = 16  # dialogues of an update
 
 
 def price(item: str) -> int:
@@ -134,6 +132,8 @@ def main(argv: list[str] | None = None) -> None:
             drawn = time.perf_counter()
             versions = rows["versions", "full"]  # -1 where a token was not sampled
             ages = (collector.policy_version - versions)[versions >= 0].float()
+            numbers = {"reward": rows["rewards", "full"].sum() / EPISODES}
+            numbers |= {"age/mean": ages.mean(), "age/max": ages.max()}
             rows = maker(rows.to(args.device))
             losses = loss_module(rows)
             losses["loss_objective"].backward()
@@ -141,18 +141,12 @@ def main(argv: list[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             collector.update_policy_weights_(model)
-            log.log(
-                update,
-                *(collector.stats(), maker.metrics, losses),
-                reward=rows["rewards", "full"].sum() / EPISODES,
-                age={"mean": ages.mean(), "max": ages.max()},
-                seconds={"update": time.perf_counter() - begin, "wait": drawn - begin},
-            )
+            seconds = {"update": time.perf_counter() - begin, "wait": drawn - begin}
+            log.log(update, collector.stats(), maker.metrics, losses, numbers, seconds=seconds)
             checkpoint.save(update, **parts)
         evaluate("after")
     engine.close()
-    with contextlib.suppress(ImportError):  # matplotlib is an extra
-        print(f"curves: {plot_run(args.out)}")
+    print(f"curves: {plot_run(args.out)}")
     report(args.out)
     print(
         "right before {before:.2f} after {after:.2f}, "
@@ -165,8 +159,8 @@ def report(folder: Path) -> None:
     log = {name: values for name, (_, values) in read_run(folder).columns.items()}
     age, oldest = log["age/mean"].mean(), log["age/max"].max()
     print(f"tokens were {age:.2f} updates old when they were learned from, at most {oldest:.0f}")
-    names = ("seconds/update", "seconds/wait", "weights/push_seconds")
-    total, wait, push = (log[name].sum() for name in names)
+    total, wait = log["seconds/update"].sum(), log["seconds/wait"].sum()
+    push = log["weights/push_seconds"].sum()
     print(f"{total:.0f} seconds: {wait:.0f} without dialogues, {push:.0f} for sending adapters")
 
 
