@@ -181,6 +181,8 @@ def host_collector(model: Any, tokenizer: Any, load: Load) -> LLMCollector:
     )
     env = env.append_transform(Say(load, tokenizer))
     env = env.append_transform(StepCounter(max_steps=load.turns))
+    # The wrapper leaves out whatever looks like padding, also if it was sampled.
+    model.generation_config.suppress_tokens = tokenizer.all_special_ids
     policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,
@@ -191,8 +193,6 @@ def host_collector(model: Any, tokenizer: Any, load: Load) -> LLMCollector:
             "max_new_tokens": load.response,
             "do_sample": True,
             "top_k": len(tokenizer),  # all of them
-            # It leaves out whatever looks like padding, also if it was sampled.
-            "suppress_tokens": [tokenizer.pad_token_id],
         },
     )
     return LLMCollector(
