@@ -21,6 +21,7 @@ from torchrl_mt.data import (
     PrioritizedClipSampler,
 )
 from torchrl_mt.datasets import RunCheckpoint
+from torchrl_mt.devices import on_cpu
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.engines.sampling import Sampling
 from torchrl_mt.envs import GuessNumber
@@ -54,6 +55,13 @@ def episodes(lengths: list[int]) -> TensorDict:
         },
         [len(done)],
     )
+
+
+def test_tensors_of_any_layout_come_in_one_copy():
+    numbers = torch.arange(24, dtype=torch.float64, device="cuda").view(4, 6)
+    given = [numbers[:, 1], numbers[::2, ::3], numbers.t(), numbers[0, 0] > 0, torch.tensor(5)]
+    for got, x in zip(on_cpu(*given), given, strict=True):
+        assert torch.equal(got, x.cpu())
 
 
 def test_masked_functions_agree_with_the_cpu():

@@ -19,7 +19,7 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
     away = [x.detach() for x in tensors if not x.is_cpu]
     if len(away) < 2 or any(x.device != away[0].device for x in away):
         return [x.detach().cpu() for x in tensors]
-    parts = [x.reshape(-1).view(torch.uint8) for x in away]
+    parts = [x.contiguous().reshape(-1).view(torch.uint8) for x in away]
     joined = torch.cat(parts).cpu().split([len(part) for part in parts])
     # Copies, because a view of another type must begin at a multiple of its size.
     copies = (
