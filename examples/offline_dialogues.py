@@ -12,6 +12,8 @@ Measured with SmolLM2-135M-Instruct on one core, 3.4 GiB of memory:
        1 |         0.00 |                        0.72 |  1.00 |      3.65 -> 3.72 |         596
        2 |         0.00 |                        0.47 |  0.84 |      3.65 -> 3.81 |         614
 
+The sampling of these runs was seeded in another way than today; their program is the same.
+
     pip install 'torchrl-mt[lora]'
     python examples/offline_dialogues.py    # --resume goes on with a run that was stopped
 """

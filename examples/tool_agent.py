@@ -11,6 +11,8 @@ Measured with SmolLM2-135M-Instruct on one core, 3.1 GiB of memory:
        1 |         0.00 |                       0.50 |  0.88 |      3.65 -> 3.69 |         312
        2 |         0.00 |                       0.31 |  0.75 |      3.65 -> 3.72 |         325
 
+The sampling of these runs was seeded in another way than today; their program is the same.
+
     pip install 'torchrl-mt[lora]'
     python examples/tool_agent.py    # --resume goes on with a run that was stopped
 """
