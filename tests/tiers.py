@@ -5,6 +5,7 @@ Plain ``pytest`` runs the fast tier; ``pytest -m "slow or not slow"`` runs every
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -13,8 +14,6 @@ from hypothesis import Phase, settings
 
 FEW = 4
 """Examples of a property in the fast tier, if the test does not say."""
-MOST_PARAMETERS = 2
-"""Sets of parameters that a test is run with in the fast tier, if all tests are run."""
 _ALL = 5000
 """Tests beyond which a run is one of all, and not of those near a change."""
 _tier = {"is_fast": False}
@@ -28,27 +27,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each test with few of its parameters if all tests are run; tests/conftest.py imports this."""
+    """Run each test with one of its parameters if all tests are run; tests/conftest.py imports this.
+
+    Which one depends on the test's name, so that all parameters are among those of some tests.
+    """
     if not _tier["is_fast"] or len(items) < _ALL:
         return
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow"):
             by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out = {
-        item
-        for same in by_test.values()
-        if len(same) > MOST_PARAMETERS
-        for i, item in enumerate(same)
-        if i not in _spread(len(same))
-    }
+    kept = {same[zlib.crc32(test.encode()) % len(same)] for test, same in by_test.items()}
+    left_out = {item for same in by_test.values() for item in same} - kept
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-
-
-def _spread(number: int) -> set[int]:
-    """The first, the last and what is between: ``MOST_PARAMETERS`` of ``number`` places."""
-    return {i * (number - 1) // (MOST_PARAMETERS - 1) for i in range(MOST_PARAMETERS)}
 
 
 def in_fast_tier(few: int, many: int) -> int:
