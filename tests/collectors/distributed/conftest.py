@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -144,9 +142,11 @@ def distributed(request):
 
 
 def kill(pid):
-    """Kill a process, and wait until it is gone."""
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    """Kill a process if it is alive, and wait until it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        process.kill()
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
 
 
 def pids_of(collector):
