@@ -209,6 +209,19 @@ def test_every_row_is_in_one_minibatch_of_an_epoch(steps, sizes, tmp_path):
     assert steps_of(made) == sizes * 2
 
 
+def test_the_log_has_the_mean_of_all_steps_and_the_kl_of_the_first(tmp_path):
+    made, seen = trainer(tmp_path, updates=1, num_epochs=3, optim_steps_per_batch=2), []
+    forward = made.loss_module.forward
+    made.loss_module.forward = lambda rows: seen.append(forward(rows)) or seen[-1].clone()
+    made.train()
+    (row,) = logged(tmp_path).values()
+    kls = [float(losses["approx_kl"]) for losses in seen]
+    assert len(kls) == 6
+    assert float(row["approx_kl"]) == pytest.approx(sum(kls) / 6)
+    assert float(row["approx_kl/first_step"]) == pytest.approx(kls[0])
+    assert kls[0] < 1e-6 < kls[-1]
+
+
 def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path):
     data = iter([{"number": 1}, {"number": 2}] * 5)
     made = trainer(tmp_path, data=data, updates=9, save_every=5)

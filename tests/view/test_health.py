@@ -151,6 +151,11 @@ def test_rules_that_would_mislead_stay_silent(tmp_path):
     assert {finding.level for finding in found.values()} == {"good"}
 
 
+def test_ratios_are_those_of_the_first_of_several_steps_on_a_batch(tmp_path):
+    found = check(tmp_path, lambda step: {"approx_kl": 0.5, "approx_kl/first_step": 0.001})
+    assert found["ratios-off"].level == "good"
+
+
 def test_counters_that_begin_anew_count_from_zero(tmp_path):
     change = lambda step: {"accepted": 16 * (step % 25 + 1), "stop/max_response_tokens": 0}  # noqa: E731
     assert check(tmp_path, change)["cut-responses"].level == "good"

@@ -37,6 +37,19 @@ _CONFIG = ("episodes_per_batch", "group_size", "num_epochs", "optim_steps_per_ba
 """Arguments that are logged, and that a run which goes on must have as at its begin."""
 
 
+class _Stepper(DefaultOptimizationStepper):
+    """Keeps the losses of each step, as ``Trainer`` averages those of the last epoch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[TensorDictBase] = []
+
+    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+        losses = super().step(trainer, sub_batch)
+        self.losses.append(losses.detach())
+        return losses
+
+
 class MultiTurnTrainer(Trainer):
     r"""Train a chat model on whole episodes: play, learn, send the new weights, log, save.
 
@@ -179,7 +192,7 @@ class MultiTurnTrainer(Trainer):
             optim_steps_per_batch=optim_steps_per_batch,
             loss_module=MultiTurnLoss(model.model, **loss),
             optimizer=model.optimizer,
-            optimization_stepper=DefaultOptimizationStepper(),
+            optimization_stepper=_Stepper(),
             clip_norm=clip_norm,
             progress_bar=False,
             auto_log_optim_steps=False,  # the log is the folder's
@@ -255,8 +268,12 @@ class MultiTurnTrainer(Trainer):
         self._minibatches = (rows[part] for part in order.tensor_split(parts) if len(part))
         return rows
 
-    def _keep_losses(self, optim_steps: int, losses: TensorDictBase | None) -> None:
-        self._metrics.append(losses)
+    def _keep_losses(self, optim_steps: int, last_epoch: TensorDictBase | None) -> None:
+        losses, self.optimization_stepper.losses = self.optimization_stepper.losses, []
+        if losses:
+            self._metrics.append(torch.stack(losses).mean(0))
+            if "approx_kl" in losses[0]:  # not with an objective that imitates
+                self._metrics.append({"approx_kl/first_step": losses[0]["approx_kl"]})
 
     def _finish_update(self) -> None:
         self.collector.update_policy_weights_(self.policy.model)

@@ -177,7 +177,11 @@ def _entropy_gone(run: Run) -> Verdict | None:
 
 def _ratios_off(run: Run) -> Verdict | None:
     fresh = [step for step, age in zip(*run.series("staleness/max"), strict=True) if age == 0]
-    for name, best, watch, bad in (("correction_ess", 1, 0.05, 0.2), ("approx_kl", 0, 0.03, 0.1)):
+    for name, best, watch, bad in (
+        ("correction_ess", 1, 0.05, 0.2),
+        ("approx_kl/first_step", 0, 0.03, 0.1),
+        ("approx_kl", 0, 0.03, 0.1),
+    ):
         steps, values = run.series(name)
         equal = np.flatnonzero(np.isin(steps, fresh))[-_WINDOW:]
         if len(equal):
