@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["Blocks", "Moves", "Ring", "runs", "within"]
+
+_Rows = TypeVar("_Rows", Tensor, np.ndarray)
 
 
 def runs(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -91,15 +94,15 @@ class Moves:
     upper: int
     lower: int
 
-    def pieces(self, old: Tensor) -> list[Tensor]:
+    def pieces(self, old: _Rows) -> list[_Rows]:
         """Return views of the live rows of ``old``, oldest first."""
         return [old[self.start : self.start + self.upper], old[: self.lower]]
 
-    def rows(self, old: Tensor, new: Tensor) -> None:
+    def rows(self, old: _Rows, new: _Rows) -> None:
         """Copy the live rows of ``old`` to their new places in ``new``."""
         upper, lower = self.pieces(old)
-        new[: self.upper].copy_(upper)
-        new[self.upper : self.upper + self.lower].copy_(lower)
+        new[: self.upper] = upper
+        new[self.upper : self.upper + self.lower] = lower
 
     def laid_out(self, old: Tensor, capacity: int) -> Tensor:
         """Copy the live rows of ``old`` to their new places in new memory of ``capacity`` rows."""
@@ -158,8 +161,6 @@ class Ring:
 
     def push(self, size: int) -> int | None:
         """Place a block of ``size`` rows; return its first row, or None if no gap is long enough."""
-        if size < 1:
-            raise ValueError(f"size must be a positive number of rows, got {size}.")
         limit = self.head if self.wrapped else self.capacity
         if self.tail + size <= limit:
             start = self.tail
@@ -218,14 +219,9 @@ class Ring:
 
         Returns:
             The moves to apply to the data of the rows.
-
-        Raises:
-            ValueError: if ``capacity`` is too small.
         """
         moves = self.layout()
         live = moves.upper + moves.lower
-        if capacity < live:
-            raise ValueError(f"capacity must be at least the {live} live rows, got {capacity}.")
         self.capacity, self.head, self.wrapped = capacity, 0, False
         self.tail = self.upper_end = live
         return moves

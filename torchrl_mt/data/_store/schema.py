@@ -135,18 +135,13 @@ class Schema:
         Raises:
             ValueError: if it does not fit; names the entry.
         """
-        missing = self.entries.keys() - other.entries.keys()
-        if missing:
-            raise ValueError(
-                f"an episode must have the keys of the first one: {name_of(min(missing))} is "
-                f"missing.{_cause(missing)}"
-            )
-        extra = other.entries.keys() - self.entries.keys()
-        if extra:
-            raise ValueError(
-                f"an episode must have the keys of the first one: {name_of(min(extra))} is not "
-                f"among them.{_cause(extra)}"
-            )
+        mine, others = self.entries.keys(), other.entries.keys()
+        for odd, what in ((mine - others, "missing"), (others - mine, "not among them")):
+            if odd:
+                raise ValueError(
+                    f"an episode must have the keys of the first one: {name_of(min(odd))} is "
+                    f"{what}.{_cause(odd)}"
+                )
         if other.root_class is not self.root_class:
             raise ValueError(
                 f"an episode must come in the class of the first one: expected "

@@ -47,17 +47,14 @@ class Choice(NamedTuple):
             >>> Choice(3).units(np.array([2, 3, 5]))
             array([0, 1, 3])
         """
-        clips = lengths - (self.span - 1)
+        clips, more = lengths - (self.span - 1), np.int64(0)
         if any(self.beyond):
             outside = np.minimum(lengths, self.span) - 1
             more = np.minimum(outside, self.beyond[0]) + np.minimum(outside, self.beyond[1])
-            if self.unit == "clips":
-                return np.where(clips > 0, clips + more, 0)
-            return np.where(lengths >= self.least, np.maximum(clips, 1) + more, 0)
         if self.unit == "clips":
-            return np.maximum(clips, 0)
+            return np.where(clips > 0, clips + more, 0)
         if self.unit == "clips_or_whole":
-            return np.where(lengths >= self.least, np.maximum(clips, 1), 0)
+            return np.where(lengths >= self.least, np.maximum(clips, 1) + more, 0)
         return (clips > 0).astype(np.int64)
 
 

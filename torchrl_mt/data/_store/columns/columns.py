@@ -9,7 +9,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -254,13 +254,11 @@ class ObjectColumn:
 
     def laid_out(self, moves: Moves, capacity: int) -> ObjectColumn:
         new = ObjectColumn(capacity)
-        new.data[: moves.upper] = self.data[moves.start : moves.start + moves.upper]
-        new.data[moves.upper : moves.upper + moves.lower] = self.data[: moves.lower]
+        moves.rows(self.data, new.data)
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
-        upper = self.data[live.start : live.start + live.upper]
-        return {"objects": Objects([*upper, *self.data[: live.lower]])}
+        return {"objects": Objects([*chain(*live.pieces(self.data))])}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
         items = saved.objects("objects", rows)
