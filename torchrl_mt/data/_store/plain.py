@@ -145,17 +145,10 @@ def plain_schema(schema: Schema | None) -> dict[str, Any] | None:
     """Convert a schema, or None, to plain data."""
     if schema is None:
         return None
-    entries = [
-        {
-            "path": path,
-            "kind": entry.kind,
-            "shape": tuple(entry.shape),
-            "dtype": None if entry.dtype is None else plain_dtype(entry.dtype),
-            "lazy": entry.lazy,
-            "shared": entry.shared,
-        }
-        for path, entry in schema.entries.items()
-    ]
+    entries = []
+    for path, entry in schema.entries.items():
+        dtype = None if entry.dtype is None else plain_dtype(entry.dtype)
+        entries.append({**vars(entry), "path": path, "dtype": dtype})
     return {"entries": entries, "root_class": schema.root_class}
 
 
@@ -164,10 +157,9 @@ def schema_from(saved: dict[str, Any] | None) -> Schema | None:
     if saved is None:
         return None
     entries = {}
-    for entry in saved["entries"]:
-        dtype = None if entry["dtype"] is None else dtype_from(entry["dtype"])
-        shape, marks = tuple(entry["shape"]), {name: entry[name] for name in ("lazy", "shared")}
-        entries[tuple(entry["path"])] = Entry(entry["kind"], shape, dtype, **marks)
+    for entry in map(dict, saved["entries"]):
+        path, dtype = entry.pop("path"), entry["dtype"]
+        entries[path] = Entry(**{**entry, "dtype": None if dtype is None else dtype_from(dtype)})
     return Schema(entries, saved["root_class"])
 
 

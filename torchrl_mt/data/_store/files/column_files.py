@@ -22,7 +22,7 @@ from torchrl_mt.data._store.files.manifest import CHUNK, damaged, hashing
 from torchrl_mt.data._store.plain import dtype_from, plain_dtype
 from torchrl_mt.data._store.steps import own
 
-__all__ = ["Form", "Part", "SavedColumn", "SavedFile", "write_part"]
+__all__ = ["Part", "SavedColumn", "SavedFile", "write_part"]
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,13 @@ class Part:
         return rows if self.saved_as is None else self.saved_as(rows)
 
 
-@dataclass(frozen=True)
-class Form:
-    """Name, shape and dtype of the file of a part."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to what a checkpoint holds."""
-        return {"file": self.file, "shape": self.shape, "dtype": plain_dtype(self.dtype)}
-
-    @staticmethod
-    def of(saved: dict[str, Any]) -> Form:
-        """Return the form that :meth:`plain` converted."""
-        return Form(saved["file"], tuple(saved["shape"]), dtype_from(saved["dtype"]))
-
-
-def write_part(part: Part, file: Any, name: str) -> Form:
-    """Write the rows of a part to an open file of that name."""
+def write_part(part: Part, file: Any, name: str) -> dict[str, Any]:
+    """Write the rows of a part to an open file of that name; return name, shape and dtype."""
     for chunk in part.chunks():
         file.write(_bytes(chunk))
     first = part.pieces[0]
     rows = sum(map(len, part.pieces))
-    return Form(name, (rows, *first.shape[1:]), first.dtype)
+    return {"file": name, "shape": (rows, *first.shape[1:]), "dtype": plain_dtype(first.dtype)}
 
 
 @dataclass(frozen=True)
@@ -83,6 +65,12 @@ class SavedFile:
     shape: tuple[int, ...]
     dtype: torch.dtype
     hash: str
+
+    @staticmethod
+    def of(folder: Path, saved: dict[str, Any], digest: str) -> SavedFile:
+        """Find the file in a folder of which :func:`write_part` returned this."""
+        shape, dtype = tuple(saved["shape"]), dtype_from(saved["dtype"])
+        return SavedFile(folder / saved["file"], shape, dtype, digest)
 
     def read(self, first: int, to: Tensor) -> None:
         """Read the rows from ``first`` on into the first rows of ``to``; ``ValueError`` if damaged."""

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_mt.data._store.files.column_files import Form, Part, SavedColumn, SavedFile, write_part
+from torchrl_mt.data._store.files.column_files import Part, SavedColumn, SavedFile, write_part
 from torchrl_mt.data._store.files.manifest import (
     HASHES,
     HashedFiles,
@@ -36,7 +36,7 @@ def save_store(store: EpisodeStore, folder: Path) -> None:
             return part.items
         name = f"{next(numbers):03d}.rows"
         with files.create(name) as file:
-            return write_part(part, file, name).plain()
+            return write_part(part, file, name)
 
     state = store.parts()
     state["columns"] = {
@@ -66,7 +66,7 @@ class StoreFiles:
             check_size(folder / name, size)
         check_hash(folder / _STATE, self._hash(_STATE))
         self.state: dict[str, Any] = load_plainly(folder / _STATE)
-        """What :meth:`EpisodeStore.parts` returned, with the plain :class:`Form` of each part."""
+        """What :meth:`EpisodeStore.parts` returned, with what :func:`write_part` did of each part."""
 
     def load(self, store: EpisodeStore, *, mapped: bool = False, verify: bool = False) -> int:
         """Load everything into an empty store.
@@ -99,8 +99,7 @@ class StoreFiles:
         """Find the file of a part; objects are returned as they are."""
         if isinstance(part, list):
             return part
-        form = Form.of(part)
-        return SavedFile(self._folder / form.file, form.shape, form.dtype, self._hash(form.file))
+        return SavedFile.of(self._folder, part, self._hash(part["file"]))
 
     def _hash(self, name: str) -> str:
         _, digest = self._files[name]
