@@ -26,12 +26,12 @@ from torchrl_mt._hosts.ray import send_results_compactly
 from torchrl_mt._hosts.torchrl import ConstructorSignature, buffers_on
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.clip_marks import ClipMarks
-from torchrl_mt.data._store.columns.columns import ReadPlan
 from torchrl_mt.data._store.columns.rows import RowPlan
 from torchrl_mt.data._store.dataset_episodes import (
     append_dataset,
     check_episode,
     check_metadata,
+    read_each,
 )
 from torchrl_mt.data._store.files.store_files import StoreFiles
 from torchrl_mt.data._store.handles import (
@@ -278,7 +278,8 @@ class EpisodeStorage(LazyStackStorage):
         with self.lock:
             i = self._position(i)
             length = int(self.table.lengths[i])
-            return self._pack(RowPlan(self.table.starts[i : i + 1].clone(), length))
+            steps = self._store.read(RowPlan(self.table.starts[i : i + 1].clone(), length))
+            return pack(steps, self.device, unread=True)
 
     def metadata(self, i: int) -> dict[Any, Any]:
         """Return the metadata of the ``i``-th oldest episode: a copy of the dict, ``{}`` if it has none.
@@ -307,15 +308,7 @@ class EpisodeStorage(LazyStackStorage):
 
     def episodes(self) -> Iterator[Any]:
         """Iterate over the stored episodes, oldest first; skip those that are evicted meanwhile."""
-        ordinal = self.table.oldest
-        while True:
-            with self.lock:
-                ordinal = max(ordinal, self.table.oldest)
-                if ordinal >= self.table.next:
-                    return
-                episode = self.episode(ordinal - self.table.oldest)
-            yield episode
-            ordinal += 1
+        return read_each(self, self.episode)
 
     def rows_of(self, index: Any) -> Tensor:
         """Return the ring rows of steps: int64 ``[N]`` on the CPU; hold ``lock`` while using them."""
@@ -367,10 +360,6 @@ class EpisodeStorage(LazyStackStorage):
                 self._selections.remove(selection)
                 return selection
         return None
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in range(len(self)):
-            yield self.get(i)
 
     def contains(self, item: Any) -> Any:
         """Whether ``item`` is the index or handle of a stored step; elementwise for a tensor."""
@@ -596,8 +585,10 @@ class EpisodeStorage(LazyStackStorage):
         end = HANDLES + self.table.end
         return self._notify(end - new, end)
 
-    def _notify_replaced(self) -> None:
-        """Notify the buffers that all stored steps were replaced."""
+    def _replace(self, store: EpisodeStore) -> None:
+        """Replace all stored steps by those of another store, and notify the buffers."""
+        self._read_selections()
+        self._store = store
         self._revision += 1
         self._bump_mutation_revision()
         end = HANDLES + self.table.end
@@ -640,12 +631,6 @@ class EpisodeStorage(LazyStackStorage):
             self._read_selections()
             write_patch(self, index, patch)
             self._notify_change(0)
-
-    # ---- reading rows ---------------------------------------------------------------------------
-
-    def _pack(self, plan: ReadPlan, batch_size: torch.Size | None = None) -> Any:
-        """Read the steps of ``plan`` as a TensorDict."""
-        return pack(self._store.read(plan), self.device, batch_size=batch_size, unread=True)
 
     def _read_selections(self) -> None:
         """Read pending selections before their rows change."""
@@ -759,9 +744,7 @@ class EpisodeStorage(LazyStackStorage):
             left_out = load(store)
             # Earlier handles must never mean other steps.
             store.table.number_from(self.table.end)
-            self._read_selections()
-            self._store = store
-            self._notify_replaced()
+            self._replace(store)
         if left_out:
             _logger.warning(
                 "the newest %d of %d saved episodes are loaded: the others do not fit in "
@@ -782,9 +765,7 @@ class EpisodeStorage(LazyStackStorage):
                 yield
             except BaseException:
                 if self._store is not store:
-                    self._read_selections()
-                    self._store = store
-                    self._notify_replaced()
+                    self._replace(store)
                 raise
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ A dataset is whatever has ``len()`` and ``episode(i)``. If an episode is refused
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data._store.steps import Steps, select, unpack
 
-__all__ = ["append_dataset", "check_episode", "check_metadata", "stored_episodes"]
+__all__ = ["append_dataset", "check_episode", "check_metadata", "read_each", "stored_episodes"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -141,13 +142,18 @@ def _numbered(dataset: Any) -> Iterator[tuple[Any, Any]]:
 
 def stored_episodes(storage: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
     """Read the episodes that a storage holds now, with their metadata; skip those evicted meanwhile."""
-    ordinal, stop = storage.table.oldest, storage.table.next
+    stop = storage.table.next
+    return read_each(storage, lambda i: (storage.episode(i), storage.metadata(i)), stop)
+
+
+def read_each(storage: Any, read: Callable[[int], Any], stop: float = math.inf) -> Iterator[Any]:
+    """Read the stored episodes, oldest first, up to an ordinal; skip those evicted meanwhile."""
+    ordinal = storage.table.oldest
     while True:
         with storage.lock:
             ordinal = max(ordinal, storage.table.oldest)
             if ordinal >= min(stop, storage.table.next):
                 return
-            i = ordinal - storage.table.oldest
-            read = storage.episode(i), storage.metadata(i)
-        yield read
+            found = read(ordinal - storage.table.oldest)
+        yield found
         ordinal += 1
