@@ -69,24 +69,19 @@ _MADE_BY = "made_by.json"
 """File with the class of the saved sampler and the number of saved episodes."""
 
 
-def save_state(state: Any, path: str | Path) -> None:
-    """Write ``state`` to a file in the folder ``path``; an older file is replaced at the end."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (_STATE + ".tmp")
-    with open(partial, "wb") as file:
-        save_plainly(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / _STATE)
-
-
 class SavesState:
     """Mixin that saves a ``state_dict`` to a file, for samplers and writers."""
 
     def dumps(self, path: Any) -> None:
-        """Save the state in the folder ``path``."""
-        save_state(self.state_dict(), path)  # type: ignore[attr-defined]
+        """Save the state in the folder ``path``; an older file is replaced at the end."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / (_STATE + ".tmp")
+        with open(partial, "wb") as file:
+            save_plainly(self.state_dict(), file)  # type: ignore[attr-defined]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / _STATE)
 
     def loads(self, path: Any, *, trust: bool = False) -> None:
         """Load the state from the folder ``path``.
@@ -225,10 +220,7 @@ class _AsOne:
             check_pickles(folder)
             file = folder / _MADE_BY
             made_by = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-            with (
-                self.loading(made_by),
-                _plain_batches(self.buffer),
-            ):
+            with self.loading(made_by), _plain_batches(self.buffer):
                 self.method(folder)
                 if (folder / _TRANSFORM).exists():
                     self.buffer.transform.load_state_dict(load_plainly(folder / _TRANSFORM))
@@ -239,9 +231,8 @@ class _AsOne:
     def _state_dict(self) -> Any:
         with self.held():
             state = self.method()
-            state["_transforms"] = deepcopy(
-                state["_transforms"]
-            )  # Modules return their own tensors.
+            # Modules return their own tensors.
+            state["_transforms"] = deepcopy(state["_transforms"])
             return state | {"_made_by": self.made_by()}
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -117,8 +117,7 @@ class ClipSampler(SavesState, Sampler):
             )
         if any(self.span) and stride > 1:
             raise ValueError(f"span needs stride=1, got span={span} and stride={stride}.")
-        if type(burn_in) is not int or burn_in < 0:
-            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}.")
+        burn_in = check_step("burn_in", burn_in)
         if slice_len is not None:
             _check_burn_in(burn_in, slice_len)
         if selector is not None:

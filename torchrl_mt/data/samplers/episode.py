@@ -82,6 +82,9 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
 
     __signature__ = ConstructorSignature()
 
+    ran_out = False
+    """Whether the last sample ended an epoch."""
+
     def __init__(
         self,
         *,
@@ -109,7 +112,6 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         self.group_size = group_size
         self.max_sample_count = max_sample_count
         self._epoch = Epoch(max_sample_count)
-        self._ran_out = False
         self._known_groups: tuple[EpisodeStorage, int, Groups] | None = None
         """Cached groups, with their storage and its revision."""
         self._order: Tensor | None = None
@@ -149,11 +151,8 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             spans = int(lengths[0]) if same else lengths
             return storage.select(Clips(episodes.numpy(), 0, spans)), {}
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether an episode, or a group of ``group_size``, is stored and not used up."""
-        return self._sampleable_count(storage, batch_size) > 0
-
     def _sampleable_count(self, storage: Storage, batch_size: int) -> int:
+        """Count the episodes, or groups of ``group_size``, that are stored and not used up."""
         storage = episode_storage(storage, self)
         with storage.lock:
             oldest = storage.table.oldest
@@ -162,15 +161,6 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             if self.group_size is None or not storage.num_episodes:
                 return storage.num_episodes - len(spent)
             return len(self._groups(storage).left(_ordered(spent) - oldest))
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last sample ended an epoch."""
-        return self._ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._ran_out = value
 
     def _draw_any(self, storage: EpisodeStorage, batch_size: int) -> Tensor:
         """Draw episodes independently; return their positions."""
@@ -194,7 +184,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             positions = self._draw_next_groups(self._groups(storage), oldest, batch_size)
             assert self._order is not None
             left = len(self._order)
-        self._ran_out = not left
+        self.ran_out = not left
         if not len(positions):
             raise RuntimeError(
                 f"cannot sample episodes: all that are stored were given out "
@@ -254,14 +244,14 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
             "epoch": self._epoch.state_dict(),
             "order": self._valid_order(),
             "order_of": self._order_of,
-            "ran_out": self._ran_out,
+            "ran_out": self.ran_out,
             "remaining_batches": self._remaining_batches,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._epoch.load_state_dict(state_dict["epoch"])
-        self._ran_out = state_dict["ran_out"]
+        self.ran_out = state_dict["ran_out"]
         self._remaining_batches = state_dict["remaining_batches"]
         self._order, self._order_of = state_dict["order"], state_dict["order_of"]
         self._known_groups = None
@@ -280,7 +270,7 @@ class EpisodeSampler(SavesState, Sampler, metaclass=_KeepReplacement):
         """Forget the epoch."""
         self._epoch = Epoch(self.max_sample_count)
         self._known_groups = self._order = None
-        self._ran_out = False
+        self.ran_out = False
         self._remaining_batches = Sampler._remaining_batches
 
     def __repr__(self) -> str:
