@@ -48,7 +48,7 @@ def entry_of_rows(
         return value[upload(row_last, value.device)]
     if value is not None:
         objects = _objects(value, len(tensordict))
-        return _stack([objects[turn] for turn in row_last])
+        return column_of([objects[turn] for turn in row_last])
     items = tensordict.get(DATA, None)
     if items is None or not isinstance(key, str):
         return None
@@ -56,7 +56,7 @@ def entry_of_rows(
     rows = [objects[turn] for turn in row_last]
     if not any(isinstance(item, Mapping) and key in item for item in rows):
         return None
-    return _stack([item.get(key) if isinstance(item, Mapping) else None for item in rows])
+    return column_of([item.get(key) if isinstance(item, Mapping) else None for item in rows])
 
 
 def dialogue_of_rows(
@@ -84,7 +84,7 @@ def dialogue_of_rows(
     dialogues: dict[int, list[Any]] = {}
     for episode, messages in zip(of_turn, _objects(value, len(tensordict)), strict=True):
         dialogues.setdefault(episode, []).extend(messages or ())
-    return _stack([dialogues[of_turn[turn]] for turn in row_last])
+    return column_of([dialogues[of_turn[turn]] for turn in row_last])
 
 
 def images_of_prompts(
@@ -135,11 +135,6 @@ def item_keys(tensordict: TensorDictBase) -> list[Any] | None:
     return sorted({key for item in mappings for key in item}, key=str) if mappings else None
 
 
-def column_of_none(count: int) -> NonTensorStack:
-    """A column of ``count`` entries ``None``."""
-    return _stack([None] * count)
-
-
 def _objects(value: Any, count: int) -> list[Any]:
     """The Python objects of a non-tensor entry; all ``None`` if it is a nested TensorDict."""
     if isinstance(value, NonTensorData):
@@ -147,6 +142,6 @@ def _objects(value: Any, count: int) -> list[Any]:
     return value.tolist() if isinstance(value, NonTensorStack) else [None] * count
 
 
-def _stack(values: Sequence[Any]) -> NonTensorStack:
+def column_of(values: Sequence[Any]) -> NonTensorStack:
     """A column of Python objects."""
     return NonTensorStack(*(NonTensorData(value) for value in values))

@@ -18,10 +18,11 @@ from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_mt.data._store.ring import runs
 from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.transforms.episode_entries import (
     TEXT,
-    column_of_none,
+    column_of,
     dialogue_of_rows,
     entry_of_rows,
     images_of_prompts,
@@ -167,7 +168,7 @@ class MergeTurns(Transform):
         number = turn - first
         added = prompt_size - known
         start = row * length
-        sampled = _ranges(start + prompt_size, size)
+        sampled = runs(start + prompt_size, size)
         shape = (len(row_turn), length)
 
         def table(fill: float, dtype: torch.dtype, at: Tensor, values: Tensor) -> Tensor:
@@ -177,11 +178,11 @@ class MergeTurns(Transform):
             return out
 
         tokens = table(self.pad_token_id, torch.int64, sampled, response.long())
-        whole = _ranges(start[row_end], prompt_size[row_end])
+        whole = runs(start[row_end], prompt_size[row_end])
         prompt = torch.cat([prompts[k] for k in rows_of.last])
         tokens.view(-1).scatter_(0, whole, prompt.long())
         turns = table(-1, torch.int64, sampled, number.repeat_interleave(size))
-        new = _ranges(start + known, added)
+        new = runs(start + known, added)
         turns.view(-1).scatter_(0, new, number.repeat_interleave(added))
         group = _column(data, "group")
         index = episode[row_turn]
@@ -262,7 +263,7 @@ class MergeTurns(Transform):
                 key,
                 found,
             )
-        return column_of_none(count)
+        return column_of([None] * count)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Not supported: single steps are no whole episodes."""
@@ -270,12 +271,6 @@ class MergeTurns(Transform):
             "MergeTurns acts on whole episodes and not on the steps of an environment: append it to a "
             "replay buffer, or call it on a batch."
         )
-
-
-def _ranges(start: Tensor, size: Tensor) -> Tensor:
-    """Concatenate ``arange(start[i], start[i] + size[i])`` over ``i``."""
-    shift = (start + size - size.cumsum(0)).repeat_interleave(size)
-    return shift + torch.arange(len(shift), device=start.device)
 
 
 def _reward_places(first: Tensor, place: Tensor, size: Tensor) -> Tensor:
