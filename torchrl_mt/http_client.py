@@ -210,7 +210,6 @@ class HttpClient:
         body: Mapping[str, Any],
         parse: Callable[[Any], _A],
         *,
-        on_attempt: Callable[[], object] = lambda: None,
         target: Callable[[], AbstractAsyncContextManager[Target]] | None = None,
     ) -> _A:
         """Post ``body`` and return the parsed reply.
@@ -222,7 +221,6 @@ class HttpClient:
             body: sent as JSON.
             parse: called with the reply's JSON. If it raises :class:`TryAgainError`, the request is
                 retried; any other ``ValueError``, a ``LookupError`` or a ``TypeError`` fails it.
-            on_attempt: called when an attempt begins.
             target: makes a context manager for each attempt, which gives its address; ``None`` is the
                 client's own. An attempt's :class:`AttemptError` is raised within it.
 
@@ -240,7 +238,7 @@ class HttpClient:
             raise TypeError(f"the request must be fit for JSON: {error}.") from error
         # In a task, so that close() can cancel it without cancelling the caller.
         aim = self._own_target if target is None else target
-        task = asyncio.ensure_future(self._post(content, parse, on_attempt, aim))
+        task = asyncio.ensure_future(self._post(content, parse, aim))
         try:
             await asyncio.wait([task])
         finally:
@@ -265,7 +263,6 @@ class HttpClient:
         self,
         content: bytes,
         parse: Callable[[Any], _A],
-        on_attempt: Callable[[], object],
         target: Callable[[], AbstractAsyncContextManager[Target]],
     ) -> _A:
         """Retry until an attempt succeeds or retries are used up."""
@@ -290,7 +287,7 @@ class HttpClient:
         async with self._connections() as connections:
             try:
                 return await retrying(
-                    while_away, self._attempt, connections, content, parse, on_attempt, target
+                    while_away, self._attempt, connections, content, parse, target
                 )
             except AttemptError as error:
                 attempts = retrying.statistics["attempt_number"]
@@ -311,14 +308,12 @@ class HttpClient:
         connections: _Connections,
         content: bytes,
         parse: Callable[[Any], _A],
-        on_attempt: Callable[[], object],
         target: Callable[[], AbstractAsyncContextManager[Target]],
     ) -> _A:
         """Attempt a request once, or as often as its targets say at once."""
         while True:
             try:
                 async with connections.free, target() as aim:
-                    on_attempt()
                     try:
                         return await self._send(connections, content, parse, aim)
                     except AttemptError as error:
