@@ -9,6 +9,8 @@ The parts live in subpackages that mirror TorchRL's: ``torchrl_mt.data``, ``.tra
 from __future__ import annotations
 
 import importlib
+from functools import cache
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -33,33 +35,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_SUBPACKAGES = (
-    "agents",
-    "audit",
-    "bridges",
-    "chat",
-    "collectors",
-    "data",
-    "datasets",
-    "engines",
-    "envs",
-    "objectives",
-    "pretrained",
-    "scoring",
-    "testing",
-    "trainers",
-    "transforms",
-    "view",
-    "vision",
-)
+
+@cache
+def _subpackages() -> frozenset[str]:
+    """Return the names of the public subpackages; of the modules, ``pretrained`` counts as one."""
+    packages = {each.name for each in iter_modules(__path__) if each.ispkg}
+    return frozenset({"pretrained", *packages} - {"_hosts"})
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import a subpackage at its first use, so that ``import torchrl_mt`` itself stays quick."""
-    if name in _SUBPACKAGES:
+    if name in _subpackages():
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+    return sorted({*globals(), *_subpackages()})
