@@ -38,20 +38,6 @@ def test_metadata_of_an_evicted_episode_is_freed(make):
     assert alive() is None
 
 
-@pytest.mark.parametrize("how", ["load_memmap", "state_dict"])
-def test_a_smaller_budget_keeps_the_metadata_of_what_it_keeps(make, tmp_path, how):
-    storage, same = EpisodeStorage(20), EpisodeStorage(20, max_episodes=2)
-    for i in range(4):
-        storage.append(make.vectors([3], first_id=i), {"number": i})
-    if how == "load_memmap":
-        storage.dumps(tmp_path)
-        same = EpisodeStorage.load_memmap(tmp_path, max_episodes=2)
-    else:
-        same.load_state_dict(storage.state_dict())
-    assert pairs(same) == [(2, {"number": 2}), (3, {"number": 3})]
-    assert len(same.table.metadata) == 2  # that of the others is not kept
-
-
 @pytest.mark.parametrize("given", ["demonstration", [("a", 1)], 3])
 def test_metadata_that_is_no_dict_is_refused(make, given):
     storage = EpisodeStorage(20)
@@ -61,24 +47,3 @@ def test_metadata_that_is_no_dict_is_refused(make, given):
     for i in (0, -1):
         with pytest.raises(IndexError, match=f"episode {i} is out of range: 0 episodes"):
             storage.metadata(i)
-
-
-@pytest.mark.parametrize("refused", ["schema", "budget"])
-def test_a_refused_episode_leaves_no_metadata(make, refused):
-    storage = EpisodeStorage(5)
-    storage.append(make.vectors([3]), {"a": 1})
-    odd = make.vectors([3]).exclude("action") if refused == "schema" else make.vectors([6])
-    with pytest.raises(ValueError, match="action" if refused == "schema" else "max_steps=5"):
-        storage.append(odd, {"b": 2})
-    assert pairs(storage) == [(0, {"a": 1})]
-
-
-def test_states_without_metadata_load(make):
-    """As versions before metadata wrote them."""
-    storage, other = EpisodeStorage(20), EpisodeStorage(20)
-    storage.append(make.vectors([3]), {"a": 1})
-    other.append(make.vectors([4]), {"b": 2})
-    state = storage.state_dict()
-    del state["metadata"]
-    other.load_state_dict(state)
-    assert pairs(other) == [(0, {})]

@@ -276,9 +276,8 @@ class EpisodeStore:
         """Restore the saved ordinals of episodes, their metadata and the numbers of steps."""
         oldest, first = state["oldest"] + left_out, state["seen_steps"] - self.table.num_steps
         self.table.renumber(oldest, first, state["renumbered"])
-        # Earlier versions saved no metadata and no marks.
-        self.table.restore_metadata(state.get("metadata", {}))
-        self._marks += [ClipMarks(*marks) for marks in state.get("marks", ())]
+        self.table.restore_metadata(state["metadata"])
+        self._marks += [ClipMarks(*marks) for marks in state["marks"]]
 
     def _beyond_budgets(self, lengths: Tensor, tokens: Tensor) -> int:
         """Count the oldest saved episodes that exceed the budgets; ``ValueError`` if all do."""

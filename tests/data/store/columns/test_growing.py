@@ -151,14 +151,3 @@ def test_so_do_conversations_that_take_turns_in_one_episode():
         return storage.nbytes
 
     assert held(4) <= 1.1 * held(1)
-
-
-def test_a_state_that_was_saved_without_what_prompts_go_on_from():
-    storage, again = EpisodeStorage(9), EpisodeStorage(9)
-    prompts, responses = play([([1], [2], "extend", 0), ([3], [4], "extend", 0)])
-    storage.append(episode(prompts, responses))
-    state = storage.state_dict()
-    del state["columns"][PROMPT]["back"]
-    again.load_state_dict(state)
-    again.append(episode(prompts, responses))
-    assert listed(again[:], PROMPT) == plain(prompts) * 2

@@ -156,7 +156,7 @@ class PromptColumn:
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
         self._added = RaggedColumn(entry, capacity, memory)
         self._kept = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        self._back = torch.ones(capacity, dtype=torch.int64, device="cpu")
+        self._back = torch.empty(capacity, dtype=torch.int64, device="cpu")
         """By row: number of rows back to the turn whose tokens it repeats."""
         self._since = torch.empty(capacity, dtype=torch.int64, device="cpu")
         """By row: number of rows back to where reading must begin.
@@ -232,12 +232,7 @@ class PromptColumn:
     def load(self, saved: SavedColumn, rows: range) -> None:
         """Load these rows."""
         self._added.load(saved, rows)
-        if "back" in saved:
-            self._back = saved.into("back", rows, self._back)
-        else:  # In older checkpoints, prompts refer to the turn before only.
-            self._back = torch.ones(
-                max(len(rows), len(self._back)), dtype=torch.int64, device="cpu"
-            )
+        self._back = saved.into("back", rows, self._back)
         self._kept = saved.into("kept", rows, self._kept)
         self._since = saved.into("since", rows, self._since)
 

@@ -122,10 +122,6 @@ class SavedColumn:
         self._device = device
         self._mapped = mapped
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a part was saved."""
-        return name in self._parts
-
     def rows(self, name: str) -> int:
         """Number of saved rows."""
         return int(self._parts[name].shape[0])
