@@ -1,34 +1,15 @@
-"""A handle stays with its step for good, whatever happens to the storage."""
+"""The forms in which handles are taken, and what is said of one whose step has left.
 
-import copy
-import pickle
-import tempfile
+That a handle stays with its step is a part of ``test_model.py``.
+"""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.data.handles import HANDLES, numbers_of
-from tests.tiers import runs
-from torchrl_mt.data import (
-    ClipSampler,
-    EpisodeSampler,
-    EpisodeStorage,
-    EpisodeWriter,
-    PrioritizedClipSampler,
-)
-
-SAMPLERS = {
-    "clips": lambda: ClipSampler(slice_len=2),
-    "rows of clips": lambda: ClipSampler(slice_len=2, layout="clips"),
-    "strided clips": lambda: ClipSampler(slice_len=1, stride=2),
-    "clips by priority": lambda: PrioritizedClipSampler(slice_len=2),
-    "episodes": lambda: EpisodeSampler(),
-}
+from tests.data.handles import HANDLES
+from torchrl_mt.data import EpisodeStorage
 
 
 def steps(numbers, identity):
@@ -39,181 +20,6 @@ def steps(numbers, identity):
     return TensorDict(
         {"number": torch.tensor(numbers), "id": ids, "next": {"done": done}}, [len(numbers)]
     )
-
-
-class Machine(RuleBasedStateMachine):
-    """Each handle ever given out by the storage means one number; the model is a list of numbers."""
-
-    max_steps = 9
-
-    @initialize(
-        cls=st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]),
-        sampler=st.sampled_from(sorted(SAMPLERS)),
-        max_episodes=st.sampled_from([None, 3]),
-    )
-    def begin(self, cls, sampler, max_episodes):
-        self.cls, self.sampler, self.max_episodes = cls, sampler, max_episodes
-        self.rb = self.new()
-        self.stored: list[list[int]] = []
-        self.number_of: dict[int, int] = {}
-        """Of every handle that this storage gave out, or the one whose state it began with."""
-        self.number = self.identity = 0
-        self.saved: list[tuple[dict, list[list[int]], dict[int, int]]] = []
-
-    def new(self):
-        return self.cls(
-            storage=EpisodeStorage(self.max_steps, max_episodes=self.max_episodes),
-            writer=EpisodeWriter(traj_key="id"),
-            sampler=SAMPLERS[self.sampler](),
-            batch_size=4,
-            generator=torch.Generator().manual_seed(1),
-        )
-
-    def given_out(self, index, numbers):
-        for handle, number in zip(index, numbers, strict=True):
-            assert handle >= HANDLES
-            handle = HANDLES + numbers_of(handle)  # A sample's also tells of its clip.
-            assert self.number_of.setdefault(handle, number) == number
-
-    def leave(self):
-        while sum(map(len, self.stored)) > self.max_steps or len(self.stored) > (
-            self.max_episodes or 99
-        ):
-            del self.stored[0]
-
-    @rule(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5))
-    def write(self, lengths):
-        """Some of the episodes may leave again at once."""
-        episodes = []
-        for length in lengths:
-            numbers = list(range(self.number, self.number + length))
-            episodes.append(numbers)
-            self.number += length
-        parts = [steps(numbers, self.identity + i) for i, numbers in enumerate(episodes)]
-        self.identity += len(parts)
-        index = self.rb.extend(torch.cat(parts))
-        self.stored += episodes
-        self.leave()
-        new = [number for numbers in episodes for number in numbers]
-        stored = {number for numbers in self.stored for number in numbers}
-        if self.cls is ReplayBuffer:
-            self.given_out(index.tolist(), [number for number in new if number in stored])
-            return
-        assert index.shape == (len(new),)
-        for handle, number in zip(index.tolist(), new, strict=True):
-            assert (handle != -1) == (number in stored)
-            if handle != -1:
-                self.given_out([handle], [number])
-
-    @rule(length=st.integers(1, 6))
-    def flush(self, length):
-        """An episode without an end."""
-        numbers = list(range(self.number, self.number + length))
-        self.number += length
-        data = steps(numbers, self.identity)
-        self.identity += 1
-        data["next", "done"].zero_()
-        assert (self.rb.extend(data) == -1).all()
-        index = self.rb.writer.flush()
-        self.stored.append(numbers)
-        self.leave()
-        self.given_out(index.tolist(), numbers)
-
-    @rule()
-    def empty(self):
-        self.rb.empty()
-        self.stored = []
-
-    @precondition(lambda self: self.stored)
-    @rule()
-    def sample(self):
-        if not self.rb.can_sample():
-            return
-        sample, info = self.rb.sample(return_info=True)
-        index, numbers = info["index"].flatten().tolist(), sample["number"].flatten().tolist()
-        self.given_out(index, numbers)
-        if self.cls is TensorDictReplayBuffer:
-            assert sample["index"].flatten().tolist() == index
-        if self.sampler == "clips by priority":
-            self.rb.update_priority(info["index"], 1.0)
-
-    @rule()
-    def save(self):
-        storage = self.rb.storage
-        state = copy.deepcopy(storage.state_dict())
-        self.saved.append((state, [list(e) for e in self.stored], dict(self.number_of)))
-
-    @precondition(lambda self: self.saved)
-    @rule(data=st.data())
-    def load(self, data):
-        """Into the storage that gave other handles out since."""
-        state, stored, _ = data.draw(st.sampled_from(self.saved))
-        self.rb.storage.load_state_dict(copy.deepcopy(state))
-        self.stored = [list(e) for e in stored]
-        # What was given out is of no step of now, even where the same steps are stored again.
-        for handle in self.number_of:
-            with pytest.raises(IndexError, match="not stored"):
-                self.rb.storage.get(handle)
-        self.number_of = dict.fromkeys(self.number_of, -1)
-
-    @rule(how=st.sampled_from(["state_dict", "dumps", "pickle"]))
-    def move(self, how):
-        """Into another storage: handles go on to mean their steps there."""
-        if how == "pickle":
-            self.rb = pickle.loads(pickle.dumps(self.rb))
-        else:
-            fresh = self.new()
-            if how == "state_dict":
-                fresh.load_state_dict(self.rb.state_dict())
-            else:
-                with tempfile.TemporaryDirectory() as folder:
-                    self.rb.dumps(folder)
-                    fresh.loads(folder)
-            self.rb = fresh
-
-    @precondition(lambda self: self.saved)
-    @rule(data=st.data())
-    def go_back(self, data):
-        """Into another storage, what was saved before: handles of then mean their steps there."""
-        state, stored, number_of = data.draw(st.sampled_from(self.saved))
-        self.rb = self.new()
-        self.rb.storage.load_state_dict(copy.deepcopy(state))
-        self.stored = [list(e) for e in stored]
-        self.number_of = dict(number_of)
-
-    @invariant()
-    def every_handle_means_its_step_or_none(self):
-        if not hasattr(self, "rb"):
-            return
-        storage = self.rb.storage
-        numbers = [number for episode in self.stored for number in episode]
-        place = {number: i for i, number in enumerate(numbers)}
-        assert len(storage) == len(numbers)
-        if numbers:
-            assert storage[:]["number"].tolist() == numbers
-        stays, left = [], []
-        for handle, number in self.number_of.items():
-            (stays if number in place else left).append(handle)
-        if stays:
-            wanted = [self.number_of[handle] for handle in stays]
-            index = torch.tensor(stays)
-            assert storage.get(index)["number"].tolist() == wanted
-            assert storage.places(index).tolist() == [place[number] for number in wanted]
-            assert storage.contains(index).all()
-            handles = HANDLES + storage.table.first + storage.places(index)
-            assert torch.equal(handles, index)
-        if left:
-            assert not storage.contains(torch.tensor(left)).any()
-        for handle in left:
-            for read in (storage.get, storage.places):
-                with pytest.raises(IndexError, match="not stored"):
-                    read(handle)
-            with pytest.raises(IndexError, match="not stored"):
-                storage.get(torch.tensor([*stays, handle]))
-
-
-Machine.TestCase.settings = runs(60)
-TestHandles = Machine.TestCase
 
 
 @pytest.fixture
