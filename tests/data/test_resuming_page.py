@@ -2,14 +2,13 @@
 
 import copy
 import shutil
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 from torchrl.data import AdaptiveKLController
 
 from tests.buffers import buffer_of
+from tests.pages import code_of
 from tests.tiers import slow
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage
@@ -20,15 +19,6 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RewardMix, Val
 from torchrl_mt.objectives.functional import RewardNormalizer
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
-
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.rst"
-
-
-def code_of_the_page():
-    """The loop that begins or resumes a run."""
-    section = PAGE.read_text(encoding="utf-8").split("Resuming a run\n")[1]
-    code = section.split(".. code-block:: python\n")[1].split("\nMake all parts")[0]
-    return textwrap.dedent(code)
 
 
 def parts(seed, adaptive):
@@ -92,6 +82,7 @@ class Killed(Exception):
 def follow_the_page(seed, adaptive, end, before=lambda number: None):
     """Do as the page says, until the run is killed in update ``end``; what its updates were made of."""
     run, seen = parts(seed, adaptive), []
+    code = code_of("checkpoints.rst", "Resuming a run")
 
     def one_update():
         number = run["scheduler"].last_epoch + 1
@@ -102,7 +93,7 @@ def follow_the_page(seed, adaptive, end, before=lambda number: None):
 
     try:
         with pytest.raises(Killed):
-            exec(code_of_the_page(), run | {"RunCheckpoint": RunCheckpoint, "update": one_update})
+            exec(code, run | {"RunCheckpoint": RunCheckpoint, "update": one_update})
     finally:
         run["collector"].shutdown()
         run["engine"].close()

@@ -1,9 +1,6 @@
 """Clips from TorchRL's ensembles are those that their own buffers would sample."""
 
-import re
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from torchrl.data import (
 )
 
 from tests.buffers import buffer_of
+from tests.pages import code_of
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
-
-PAGE = Path(__file__).parents[3] / "docs" / "replay.rst"
 
 
 def buffer(data, cls=ReplayBuffer, **kwargs):
@@ -136,18 +132,8 @@ def test_a_wrapped_sampler_gives_the_same_clips(make, stride):
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def code_blocks(title):
-    """The code of a section of the page."""
-    section = re.split(
-        r"\n\S.*\n[-=]+\n", PAGE.read_text(encoding="utf-8").split(f"{title}\n---")[1]
-    )[0]
-    blocks = section.split(".. code-block:: python\n")[1:]
-    return [textwrap.dedent(re.split(r"\n(?=\S)", block)[0]) for block in blocks]
-
-
 def test_the_recipe_mixes_offline_and_online_data(make):
-    mixing, joined = code_blocks("Offline and online data")
-
+    mixing, joined = (code_of("replay.rst", "Offline and online data", i) for i in range(2))
     demonstrations = EpisodeStorage(1000)
     demonstrations.append(make.vectors([40]), {"by": "expert"})
     seen = []

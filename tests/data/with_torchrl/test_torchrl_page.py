@@ -1,29 +1,15 @@
 """The page on TorchRL shows how its losses are given our rows and clips: as it shows, they are right."""
 
 import copy
-import textwrap
-from pathlib import Path
 
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 
+from tests.pages import code_of
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.transforms import MergeTurns
-
-PAGE = Path(__file__).parents[3] / "docs" / "torchrl.rst"
-
-
-def snippets(title):
-    """The code blocks of a section of the page."""
-    section = PAGE.read_text(encoding="utf-8").split(f"{title}\n---")[1].split("\n---")[0]
-    blocks = section.split(".. code-block:: python\n\n")[1:]
-    # A block ends where the text goes on at the margin.
-    ends = [
-        next(i for i, c in enumerate(b) if b[i - 1 : i] == "\n" and c not in " \n") for b in blocks
-    ]
-    return [textwrap.dedent(block[:end]) for block, end in zip(blocks, ends, strict=True)]
 
 
 def rows(seed):
@@ -63,7 +49,8 @@ def gradient(model, loss):
 
 
 def test_grpo_loss_as_the_page_shows_it(model, tokenizer):
-    plain, with_kl = snippets("TorchRL's GRPOLoss on our rows")
+    title = "TorchRL's GRPOLoss on our rows"
+    plain, with_kl = (code_of("torchrl.rst", title, i) for i in range(2))
     reference = copy.deepcopy(model)
     with torch.no_grad():
         for p in reference.parameters():
