@@ -468,17 +468,6 @@ def test_histories_of_any_length_are_loaded(make, how, tmp_path):
         assert isinstance(each[2]["message"], History)
 
 
-@each_storage
-@pytest.mark.parametrize("how", HOW)
-def test_torchrls_are_loaded_too(make, cls, how, tmp_path):
-    if (cls, how) == (ListStorage, "dumps"):
-        pytest.skip("ListStorage has no dumps")
-    held = on(cls)
-    held.extend(make.vectors([3, 4]))
-    same = saved(held, how, tmp_path, on(cls))
-    assert make.steps(same[:]) == make.steps(held[:])
-
-
 def test_a_refused_load_changes_nothing(make, kit):
     held, small = kit.new(), kit.new(5)
     index = write(make, held, make.vectors([6]))

@@ -16,45 +16,13 @@ from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
-    TensorClass,
     TensorDict,
-    assert_close,
-    tensorclass,
 )
 
 from torchrl_mt._hosts import tensordict as hosts
 from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack
 
 # ---- made without checks, and when they are read ------------------------------------------------
-
-
-@tensorclass
-class Pair:
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-def test_a_tensorclass_shares_its_entries_with_its_tensordict():
-    pair = Pair(torch.zeros(3), torch.ones(3), batch_size=[3])
-    data = hosts.tensordict_of(pair)
-    assert isinstance(data, TensorDict)
-    data["a"].fill_(5.0)
-    assert pair.a.tolist() == [5.0] * 3
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_what_is_made_without_checks_is_as_what_is_made_with_them(device):
-    values = {"a": torch.arange(3), "next": TensorDict({"b": torch.ones(3, 2)}, [3])}
-    made = hosts.new_tensordict(dict(values), torch.Size([3]), device)
-    known = TensorDict(values, [3], device=device)
-    assert (made.batch_size, made.device) == (known.batch_size, known.device)
-    assert_close(made, known)
-    assert made["a"] is values["a"]
-    nodes = [TensorDict({"a": torch.zeros(n)}, []) for n in (1, 3)]
-    stack = hosts.new_stack(nodes, device)
-    assert isinstance(stack, LazyStackedTensorDict)
-    assert stack.batch_size == torch.Size([2])
-    assert [len(a) for a in stack.get("a", as_list=True)] == [1, 3]
 
 
 STACKS = {
@@ -178,18 +146,3 @@ def interrupted_at(number, first, second):
     finally:
         sys.settrace(before)
     return left <= 0
-
-
-# ---- records of experience ------------------------------------------------------------------------
-
-
-class Record(TensorClass, shadow=True):
-    values: torch.Tensor
-    name: str
-
-
-def test_the_tensors_of_a_record_are_read():
-    record = Record(values=torch.ones(2), name="here", batch_size=[2])
-    fields = hosts.tensordict_of(record)
-    assert isinstance(fields, TensorDict)
-    assert torch.equal(fields["values"], torch.ones(2))

@@ -113,20 +113,6 @@ def test_only_groups_of_the_size_asked_for_are_dealt(make, data, replacement):
             assert rb.sampler.ran_out == all(dealt & set(ids) for ids in whole.values())
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_what_eviction_left_of_a_group_is_not_dealt(make, replacement):
-    rb = buffer(max_steps=9, replacement=replacement, group_key="group", group_size=4, batch_size=8)
-    rb.extend(groups_of(make, [3] * 4 + [6] * 4))
-    assert set(ids(make, rb.sample())) == set(range(8))
-    rb.extend(groups_of(make, [9] * 4, first_id=8))
-    assert rb.storage.num_episodes == 9
-    assert set(ids(make, rb.sample())) <= set(range(4, 12))
-    rb.extend(groups_of(make, [0] * 2, first_id=12))
-    assert rb.storage.num_episodes == 9
-    rb.sampler._empty()
-    assert set(ids(make, rb.sample())) == {8, 9, 10, 11}
-
-
 def test_iterating_deals_each_whole_group_once(make):
     rb = buffer(replacement=False, group_key="group", group_size=2, batch_size=1)
     rb.extend(groups_of(make, [0, 1, 2, 1, 0, 3, 3, 3]))

@@ -493,31 +493,6 @@ def test_priorities_follow_from_numbers_and_shapes(make, data):
         assert rb.sampler.dropped == dropped
 
 
-def test_what_has_left_is_dropped_and_changes_no_other(make):
-    rb = buffer(max_steps=12, slice_len=2)
-    rb.extend(make.vectors([4, 4, 4]))
-    rb.sample(4)
-    rb.extend(make.vectors([3], first_id=3))
-    expected, first = list(priorities(rb).values()), HANDLES + rb.storage.table.first
-    index = torch.tensor([first - 1, first, first + 4, first - 2, -1])
-    rb.update_priority(index, torch.tensor([2.0, 3, 4, 5, 6]))
-    expected[0], expected[4] = 3.0, 4.0
-    assert list(priorities(rb).values()) == expected
-    assert rb.sampler.dropped == 2
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_several_priorities_of_a_step_or_a_row_become_one(make, reduction):
-    rb, reduce = buffer(slice_len=2, reduction=reduction), REDUCTIONS[reduction]
-    rb.extend(make.vectors([9]))
-    rb.update_priority(torch.tensor([3, 5, 3, 5, 3, 3]), torch.tensor([4.0, 1, 2, 8, 9, 7]))
-    rows = torch.tensor([[1, 2, 3], [6, 7, 8]]) + HANDLES
-    rb.update_priority(rows, torch.tensor([[3.0, 1, 8], [5, 6, 2]]))
-    expected = {3: [4.0, 2, 9, 7], 5: [1.0, 8], 1: [3.0, 1, 8], 6: [5.0, 6, 2]}
-    for i, value in enumerate(priorities(rb).values()):
-        assert value == pytest.approx(reduce(expected[i]) if i in expected else 1.0)
-
-
 def test_a_write_touches_what_came_and_what_left(make, monkeypatch):
     """Of the private ring: nothing else tells how many of its leaves a write sets."""
     rb = buffer(max_steps=1000, slice_len=4, layout="clips")

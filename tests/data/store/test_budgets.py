@@ -103,16 +103,6 @@ def test_which_entries_are_tokens(entries, tokens):
         assert each.num_episodes == (2 if tokens else 3)
 
 
-def test_an_entry_that_turns_out_to_vary_counts_from_its_first_episode_on():
-    storage = EpisodeStorage(99, max_tokens=20)
-    for i in range(3):
-        storage.append(episode([4, 4], i))
-    assert storage.num_tokens == 0
-    storage.append(episode([5, 4], 3))
-    assert storage.num_tokens == 17
-    assert [e[0]["episode"].item() for e in storage.episodes()] == [2, 3]
-
-
 def test_of_a_state_of_too_many_tokens_the_newest_episodes_are_loaded(said):
     full, small = EpisodeStorage(9), EpisodeStorage(9, max_tokens=5)
     full.append(episode([1, 2], 1))
