@@ -6,6 +6,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, l
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
@@ -231,41 +232,39 @@ def steps(*shape):
     return TensorDict({"x": torch.zeros(*shape, 1)}, list(shape))
 
 
+append = EpisodeStorage(9).append
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "text"),
     [
         *(
-            (
-                lambda name=name, bad=bad: EpisodeStorage(**{"max_steps": 5, name: bad}),
-                ValueError,
+            refused(
                 f"{name} must be a positive integer, got {bad!r}",
+                EpisodeStorage,
+                **{"max_steps": 5, name: bad},
             )
             for name in ("max_steps", "max_tokens", "max_episodes")
             for bad in (0, -1, 2.5, True, "9")
         ),
-        (lambda: EpisodeStorage(max_size=10), TypeError, "no argument max_size: give max_steps"),
-        (
-            lambda: EpisodeStorage(8, device="meta", scratch_dir="folder"),
-            ValueError,
-            r"scratch_dir .* use device='cpu', got 'meta'",
+        refused(
+            "no argument max_size: give max_steps", EpisodeStorage, max_size=1, error=TypeError
         ),
-        (lambda: EpisodeStorage(3).num_clips(0), ValueError, "span must be"),
-        (lambda: EpisodeStorage(3)[:], IndexError, "nothing is stored"),
-        (lambda: EpisodeStorage(3).append(None), TypeError, "must be a TensorDict"),
-        (lambda: EpisodeStorage(9).append(steps(2, 3)), ValueError, r"size of \[T\], got \[2, 3\]"),
-        (lambda: EpisodeStorage(9).append(steps()), ValueError, r"size of \[T\], got \[\]"),
-        (
-            lambda: EpisodeStorage(9).append(lazy_stack([steps(), steps().set("why", "end")])),
-            ValueError,
-            "why.*in some steps only",
+        refused(
+            "scratch_dir … use device='cpu', got 'meta'",
+            EpisodeStorage,
+            8,
+            device="meta",
+            scratch_dir="folder",
         ),
-        (
-            lambda: ReplayBuffer(storage=LazyTensorStorage(20), writer=EpisodeWriter()),
-            TypeError,
-            "EpisodeStorage",
-        ),
+        refused("span must be", EpisodeStorage(3).num_clips, 0),
+        refused("nothing is stored", EpisodeStorage(3).__getitem__, slice(None), error=IndexError),
+        refused("must be a TensorDict", append, None, error=TypeError),
+        refused("size of [T], got [2, 3]", append, steps(2, 3)),
+        refused("size of [T], got []", append, steps()),
+        refused("why…in some steps only", append, lazy_stack([steps(), steps().set("why", "end")])),
+        refused("EpisodeStorage", buffer_of, LazyTensorStorage(20), error=TypeError),
     ],
 )
-def test_wrong_calls_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_wrong_calls_are_refused(call, error, text):
+    check_refused(call, error, text)

@@ -9,6 +9,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.data.handles import HANDLES
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
@@ -411,17 +412,17 @@ def without_truncated():
     return rb.writer.flush()
 
 
-def failing(episode):
-    raise RuntimeError("no reward model")
+HELD, WHOLE = of_one(0, torch.arange(2), done=False), of_one(7, torch.arange(3), done=True)
 
 
-WHOLE = of_one(7, torch.arange(3), done=True)
+def write(data, **kwargs):
+    buffer(**kwargs).extend(data)
 
 
 def on_open(data):
     """Write beside open steps that were told apart by ids."""
     rb = buffer()
-    rb.extend(of_one(0, torch.arange(2), done=False, more=torch.arange(2)))
+    rb.extend(HELD.clone().set("more", torch.arange(2)))
     before = rb.writer.open_episodes[0]
     try:
         rb.extend(data)
@@ -431,47 +432,33 @@ def on_open(data):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "text"),
     [
-        (lambda: on_open(WHOLE[0]), ValueError, "use add"),
-        (
-            lambda: on_open(of_one(0, torch.arange(2), done=False).exclude("episode")),
-            ValueError,
-            "are open that were told apart by",
-        ),
-        (
-            lambda: on_open(WHOLE.clone().set("episode", torch.zeros(3, 2))),
-            ValueError,
-            "one integer id per step",
-        ),
-        (lambda: on_open(WHOLE), ValueError, "open episode 0 .*'more'"),
-        (
-            lambda: buffer(traj_key="traj").extend(WHOLE),
-            KeyError,
-            "traj_key 'traj' is not in the d",
-        ),
-        (without_truncated, ValueError, r'need \("next", "truncated"\)'),
-        (
-            lambda: buffer().extend(list(WHOLE.unbind(0))),
-            TypeError,
-            "got list: .*torch.stack.*lazy_stack",
-        ),
-        (lambda: buffer().extend(nested()), ValueError, "'y' is a nested tensor.*lazy_stack"),
-        (
-            lambda: buffer(transform=lambda _: None).extend(WHOLE),
-            TypeError,
-            "must return an episode",
-        ),
-        (
-            lambda: buffer(transform=Cut(True, keep=0)).extend(torch.cat([WHOLE, WHOLE])),
-            ValueError,
+        refused("use add", on_open, WHOLE[0]),
+        refused("are open that were told apart by", on_open, HELD.exclude("episode")),
+        refused("one integer id per step", on_open, WHOLE.clone().set("episode", torch.ones(3, 2))),
+        refused("open episode 0 …'more'", on_open, WHOLE),
+        refused("traj_key 'traj' is not in the d", write, WHOLE, traj_key="traj", error=KeyError),
+        refused('need ("next", "truncated")', without_truncated),
+        refused("got list: …torch.stack…lazy_stack", write, [*WHOLE], error=TypeError),
+        refused("'y' is a nested tensor…lazy_stack", write, nested()),
+        refused("must return an episode", write, WHOLE, transform=lambda _: None, error=TypeError),
+        refused(
             "given 2 whole episodes and must return as many, got 0",
+            write,
+            torch.cat([WHOLE, WHOLE]),
+            transform=Cut(True, keep=0),
         ),
-        (lambda: buffer(transform=failing).extend(WHOLE), RuntimeError, "no reward model"),
     ],
 )
-def test_wrong_calls_are_refused(call, error, message):
-    with pytest.raises(error, match=message) as caught:
-        call()
-    if error is RuntimeError:
-        assert "episode 7" in "".join(getattr(caught.value, "__notes__", ["episode 7"]))
+def test_wrong_calls_are_refused(call, error, text):
+    check_refused(call, error, text)
+
+
+def test_the_error_of_a_transform_names_the_episode():
+    def failing(episode):
+        raise RuntimeError("no reward model")
+
+    with pytest.raises(RuntimeError, match="no reward model") as caught:
+        write(WHOLE, transform=failing)
+    assert "episode 7" in "".join(getattr(caught.value, "__notes__", ["episode 7"]))

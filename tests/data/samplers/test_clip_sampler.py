@@ -10,7 +10,9 @@ from tensordict import lazy_stack as stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.data import makers
 from tests.data.handles import HANDLES
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, PrioritizedClipSampler
 from torchrl_mt.data._store.columns.columns import RecordColumn
@@ -387,72 +389,62 @@ def test_samples_of_different_marks_are_not_read_together(make):
         ClipSampler(slice_len=1, stride=64).sample(rb.storage, 1)
 
 
-def ragged(make, selector=None, **kwargs):
-    """A buffer of turns with actions of several lengths."""
-    rb, data = buffer(selector=selector, **kwargs), make.turns([9])
+def ragged(batch_size, selector=None, **kwargs):
+    """Sample turns with actions of several lengths."""
+    rb, data = buffer(selector=selector, **kwargs), makers.turns([9])
     for k, step in enumerate(data.tensordicts):
         step["action"] = torch.arange(k)
     rb.extend(data)
-    return rb
+    return rb.sample(batch_size)
 
 
 def chosen(clips):
     """Sample what a selector gives."""
-    return lambda make: ragged(make, lambda *_: clips, slice_len=3).sample(6)
+    return ragged(6, lambda *_: clips, slice_len=3)
+
+
+ONE_OF_TWO = "exactly one of slice_len and num_slices"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "text"),
     [
+        refused(ONE_OF_TWO, ClipSampler, error=TypeError),
+        refused(ONE_OF_TWO, ClipSampler, slice_len=2, num_slices=2, error=TypeError),
+        refused("slice_len must be a positive integer, got 0", ClipSampler, slice_len=0),
+        refused("weighting must be", ClipSampler, slice_len=2, weighting="x"),
+        refused("layout must be", ClipSampler, slice_len=2, layout="x"),
+        refused(
+            "selector must be …, got int", ClipSampler, slice_len=2, selector=3, error=TypeError
+        ),
         *(
-            (lambda _, kwargs=kwargs: ClipSampler(**kwargs), error, message)
-            for kwargs, error, message in [
-                ({}, TypeError, "exactly one of slice_len and num_slices"),
-                ({"slice_len": 2, "num_slices": 2}, TypeError, "exactly one of slice_len and num"),
-                ({"slice_len": 0}, ValueError, "slice_len must be a positive integer, got 0"),
-                ({"slice_len": 2, "weighting": "x"}, ValueError, "weighting must be"),
-                ({"slice_len": 2, "layout": "x"}, ValueError, "layout must be"),
-                ({"slice_len": 2, "selector": 3}, TypeError, "selector must be .*, got int"),
-                *(
-                    ({"slice_len": 2, "stride": bad}, ValueError, f"stride must be .*, got {bad}")
-                    for bad in (0, 1.5, True)
-                ),
-                *(
-                    ({"slice_len": 2, "selector": print, **more}, ValueError, "of full length")
-                    for more in ({"strict_length": False}, {"weighting": "episode"})
-                ),
-            ]
+            refused(f"stride must be …, got {bad}", ClipSampler, slice_len=2, stride=bad)
+            for bad in (0, 1.5, True)
         ),
-        (
-            lambda make: ragged(make, slice_len=2, stride=2).sample(4),
-            ValueError,
-            "'action' .* got a ragged entry: use stride=1",
-        ),
-        (chosen([0, 1]), TypeError, "tensor or array of integers, got list"),
         *(
-            (chosen(clips), ValueError, message)
-            for clips, message in [
-                (torch.tensor([0.0, 1.0]), r"integers of shape \(2,\), got torch.float32"),
-                (np.array([0.0, 1.0]), "got torch.float64"),
-                (torch.tensor([0, 7], dtype=torch.int32), r"in \[0, 7\).* 3 steps .* 0 to 7"),
-                (np.array([-1, 0], dtype=np.int16), r"in \[0, 7\).* 3 steps .* -1 to 0"),
-                (torch.tensor([True, False]), "got torch.bool"),
-                (torch.tensor([0]), r"shape \(2,\), got torch.int64 and \(1,\)"),
-                (torch.tensor([[0], [1]]), r"got torch.int64 and \(2, 1\)"),
-            ]
+            refused("of full length", ClipSampler, slice_len=2, selector=print, **more)
+            for more in ({"strict_length": False}, {"weighting": "episode"})
         ),
+        refused("'action' … got a ragged entry: use stride=1", ragged, 4, slice_len=2, stride=2),
+        refused("tensor or array of integers, got list", chosen, [0, 1], error=TypeError),
+        refused("integers of shape (2,), got torch.float32", chosen, torch.tensor([0.0, 1.0])),
+        refused("got torch.float64", chosen, np.array([0.0, 1.0])),
+        refused("in [0, 7)… 3 steps … 0 to 7", chosen, torch.tensor([0, 7], dtype=torch.int32)),
+        refused("in [0, 7)… 3 steps … -1 to 0", chosen, np.array([-1, 0], dtype=np.int16)),
+        refused("got torch.bool", chosen, torch.tensor([True, False])),
+        refused("shape (2,), got torch.int64 and (1,)", chosen, torch.tensor([0])),
+        refused("got torch.int64 and (2, 1)", chosen, torch.tensor([[0], [1]])),
     ],
 )
-def test_wrong_calls_are_refused(make, call, error, message):
-    with pytest.raises(error, match=message):
-        call(make)
+def test_wrong_calls_are_refused(call, error, text):
+    check_refused(call, error, text)
 
 
 @pytest.mark.parametrize(
     "clips", [torch.tensor([4, 0], dtype=torch.int32), np.array([4, 0]), np.uint8([4, 0])]
 )
-def test_a_selector_may_give_any_integers(make, clips):
-    found = chosen(clips)(make).get("action", as_list=True)
+def test_a_selector_may_give_any_integers(clips):
+    found = chosen(clips).get("action", as_list=True)
     assert [len(each) for each in found] == [4, 5, 6, 0, 1, 2]
 
 

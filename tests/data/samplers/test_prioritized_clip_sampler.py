@@ -13,8 +13,10 @@ from torchrl.data import PrioritizedSampler, ReplayBuffer, TensorDictReplayBuffe
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.buffers import buffer_of
+from tests.data import makers
 from tests.data.handles import HANDLES, PADDING, numbers_of
 from tests.data.saving import HOW, saved
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
 from torchrl_mt.data.samplers.priorities.priority_ring import PriorityRing
@@ -760,75 +762,69 @@ def test_a_refused_update_changes_nothing(make, index, priority, error, message)
     assert (priorities(rb), leaves(rb), rb.sampler.default_priority, rb.sampler.dropped) == before
 
 
-def filled(make, lengths, priority=None, **kwargs):
+def filled(lengths, priority=None, **kwargs):
     rb = buffer(max_steps=20, **kwargs)
-    rb.extend(make.vectors(lengths))
+    rb.extend(makers.vectors(lengths))
     if priority is not None:
         rb.update_priority(torch.arange(len(rb)), priority)
     return rb
 
 
-def too_large(make):
-    rb = filled(make, [9], 3e38, slice_len=4)
-    rb.sampler.alpha = 1.5
-    return rb.sample(8)
+def sample(length, batch_size, priority=None, alpha=0.7, **kwargs):
+    rb = filled([length], priority, **kwargs)
+    rb.sampler.alpha = alpha
+    return rb.sample(batch_size)
+
+
+TOO_MUCH = "more than torch.float32 holds: …dtype=torch.float64"
+update_unknown = PrioritizedClipSampler(slice_len=2).update_priority
+NOT_NEGATIVE = "must be a finite … of at least 0, got"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "text"),
     [
+        refused("exactly one of slice_len and", PrioritizedClipSampler, error=TypeError),
         *(
-            (lambda _, kwargs=kwargs: PrioritizedClipSampler(**kwargs), error, message)
-            for kwargs, error, message in [
-                ({}, TypeError, "exactly one of slice_len and num_slices"),
-                *(
-                    ({"slice_len": 2, **kwargs}, ValueError, message)
-                    for kwargs, message in [
-                        ({"max_capacity": 0}, "max_capacity must be a positive integer, got 0"),
-                        ({"max_capacity": 2.0}, "max_capacity must be a positive integer, got 2.0"),
-                        ({"alpha": -0.1}, "alpha must be a finite .* of at least 0, got -0.1"),
-                        ({"beta": float("nan")}, "beta must be a finite .* of at least 0, got nan"),
-                        ({"eps": float("inf")}, "eps must be a finite .* of at least 0, got inf"),
-                        ({"reduction": "sum"}, "reduction must be .*, got 'sum'"),
-                        ({"dtype": torch.int64}, "dtype must be torch.float32 or .* torch.int64"),
-                        ({"layout": "x"}, "layout must be"),
-                        ({"stride": 0}, "stride must be a positive integer, got 0"),
-                    ]
-                ),
+            refused(text, PrioritizedClipSampler, slice_len=2, **kwargs)
+            for kwargs, text in [
+                ({"max_capacity": 0}, "max_capacity must be a positive integer, got 0"),
+                ({"max_capacity": 2.0}, "max_capacity must be a positive integer, got 2.0"),
+                ({"alpha": -0.1}, f"alpha {NOT_NEGATIVE} -0.1"),
+                ({"beta": float("nan")}, f"beta {NOT_NEGATIVE} nan"),
+                ({"eps": float("inf")}, f"eps {NOT_NEGATIVE} inf"),
+                ({"reduction": "sum"}, "reduction must be …, got 'sum'"),
+                ({"dtype": torch.int64}, "dtype must be torch.float32 or … torch.int64"),
+                ({"layout": "x"}, "layout must be"),
+                ({"stride": 0}, "stride must be a positive integer, got 0"),
             ]
         ),
-        (lambda make: filled(make, [3], slice_len=4).sample(8), RuntimeError, "the longest has 3"),
-        (
-            lambda make: filled(make, [6], slice_len=4).sample(6),
-            RuntimeError,
-            "batch_size=6 and sli",
+        refused("the longest has 3", sample, 3, 8, slice_len=4, error=RuntimeError),
+        refused("batch_size=6 and sli", sample, 6, 6, slice_len=4, error=RuntimeError),
+        refused(
+            "are zero; use eps > 0", sample, 6, 8, 0.0, slice_len=4, eps=0.0, error=RuntimeError
         ),
-        (
-            lambda make: filled(make, [6], 0.0, slice_len=4, eps=0.0).sample(8),
-            RuntimeError,
-            "all priorities are zero; use eps > 0",
-        ),
-        (too_large, RuntimeError, r"more than torch.float32 holds: .*dtype=torch.float64"),
-        (
-            lambda make: filled(make, [5], slice_len=2, max_capacity=19).sample(4),
-            ValueError,
+        refused(TOO_MUCH, sample, 9, 8, 3e38, slice_len=4, alpha=1.5, error=RuntimeError),
+        refused(
             "at least the storage's max_steps=20, got 19",
+            sample,
+            5,
+            4,
+            slice_len=2,
+            max_capacity=19,
         ),
-        (
-            lambda _: PrioritizedClipSampler(slice_len=2).update_priority([0], [1.0]),
-            TypeError,
-            "EpisodeStorage, got NoneType",
+        refused("EpisodeStorage, got NoneType", update_unknown, [0], [1.0], error=TypeError),
+        refused(
+            "must be below 0", buffer(slice_len=4).update_priority, [0], [1.0], error=IndexError
         ),
-        (lambda _: buffer(slice_len=4).update_priority([0], [1.0]), IndexError, "must be below 0"),
     ],
 )
-def test_wrong_calls_are_refused(make, call, error, message):
-    with pytest.raises(error, match=message):
-        call(make)
+def test_wrong_calls_are_refused(call, error, text):
+    check_refused(call, error, text)
 
 
 def test_the_capacity_is_that_of_the_storage_by_default(make):
-    assert filled(make, [5], slice_len=2, max_capacity=29).sampler.max_size == 29
+    assert filled([5], slice_len=2, max_capacity=29).sampler.max_size == 29
     rb = buffer(max_steps=20, slice_len=2)
     assert rb.sampler.max_size is None
     rb.extend(make.vectors([5] * 4))
