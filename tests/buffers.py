@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ def buffer_of(
     seed: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A buffer on a storage, or on a new one of so many steps; ``seed`` is of its generator."""
+    """A buffer on a storage, or on a new one of so many steps; ``seed`` is of its generator.
+
+    A sampler may be given as its class; it gets those of the keywords that it takes.
+    """
+    if isinstance(sampler, type):
+        taken = signature(sampler).parameters.keys() & kwargs.keys()
+        sampler = sampler(**{name: kwargs.pop(name) for name in taken})
     if seed is not None:
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     return cls(

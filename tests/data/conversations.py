@@ -2,6 +2,7 @@
 
 import torch
 from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
 
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")
 
@@ -19,6 +20,17 @@ def play(conversation):
         responses.append(torch.tensor(response, dtype=torch.int64))
         history = base + added + response
     return prompts, responses
+
+
+def turns_of(prompts, responses, **entries):
+    """A whole episode; each of the entries is a function of a turn's number."""
+    steps = []
+    for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        step = {"tokens": {"prompt": prompt, "response": response}}
+        step |= {key: entry(t) for key, entry in entries.items()}
+        step |= {"next": {"done": torch.tensor([t == len(prompts) - 1])}}
+        steps.append(TensorDict(step))
+    return lazy_stack(steps)
 
 
 def listed(data, key):

@@ -12,6 +12,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from tests.buffers import buffer_of
 from tests.data import makers
 from tests.data.handles import HANDLES
+from tests.data.samplers.laws import chi_square, starts_drawn
 from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, PrioritizedClipSampler
@@ -244,19 +245,8 @@ def test_clips_are_drawn_uniformly(make, weighting, strict, stride):
         clips = length - span + 1 if strict else max(length - span + 1, int(length >= stride))
         for k in range(max(clips, 0)):
             law[first + k] = 1.0 if weighting == "clip" else 1.0 / clips
-    counts, draws = dict.fromkeys(law, 0), 0
-    for _ in range(40):
-        index, _ = rb.sampler.sample(rb.storage, 500 * slice_len)
-        sample = rb.storage.get(index)
-        starts = sample["next", "truncated"].squeeze(-1).roll(1)
-        for i in rb.storage.places(index)[starts].tolist():
-            counts[i] += 1
-            draws += 1
-    expected = {i: draws * p / sum(law.values()) for i, p in law.items()}
-    chi2 = sum((counts[i] - e) ** 2 / e for i, e in expected.items())
     # The 0.9999 quantile of chi-square with 11 degrees of freedom is 37.4.
-    assert draws == 20000
-    assert chi2 < 37.4
+    assert chi_square(starts_drawn(rb, slice_len), law) < 37.4
 
 
 def test_each_record_is_gathered_once(make, monkeypatch):

@@ -13,16 +13,9 @@ from tests.tiers import examples
 from torchrl_mt.data import EpisodeSampler
 
 
-def buffer(count, *, cls=ReplayBuffer, max_steps=1000, batch_size=3, **kwargs):
-    prefetch = kwargs.pop("prefetch", None)
-    return buffer_of(
-        max_steps,
-        EpisodeSampler(replacement=False, max_sample_count=count, **kwargs),
-        cls=cls,
-        batch_size=batch_size,
-        prefetch=prefetch,
-        seed=0,
-    )
+def buffer(count, *, max_steps=1000, **kwargs):
+    kwargs = {"replacement": False, "max_sample_count": count, "batch_size": 3, "seed": 0, **kwargs}
+    return buffer_of(max_steps, EpisodeSampler, **kwargs)
 
 
 def episodes(sample):

@@ -3,22 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.data.samplers.laws import chi_square
 from tests.tiers import examples, in_fast_tier
 from torchrl_mt.data import EpisodeSampler
 
 
-def buffer(cls=ReplayBuffer, max_steps=1000, batch_size=None, prefetch=None, **kwargs):
-    return buffer_of(
-        max_steps,
-        EpisodeSampler(**kwargs),
-        cls=cls,
-        seed=0,
-        batch_size=batch_size,
-        prefetch=prefetch,
-    )
+def buffer(max_steps=1000, **kwargs):
+    return buffer_of(max_steps, EpisodeSampler, seed=0, **kwargs)
 
 
 def ids(make, sample):
@@ -33,9 +26,8 @@ def ids(make, sample):
 def test_draws_with_replacement_are_uniform(make):
     rb = buffer()
     rb.extend(make.vectors([3, 1, 4, 2]))
-    counts = torch.bincount(torch.tensor(ids(make, rb.sample(8000))), minlength=4)
     # The 0.9999 quantile of chi-square with 3 degrees of freedom is 21.1.
-    assert ((counts - 2000) ** 2 / 2000).sum() < 21.1
+    assert chi_square(ids(make, rb.sample(8000)), dict.fromkeys(range(4), 1)) < 21.1
 
 
 @examples(50, few=8)
@@ -151,8 +143,7 @@ def test_a_refused_draw_of_groups_changes_nothing(make, replacement):
 
 def test_draws_without_replacement_are_in_random_order(make):
     rb, first = buffer(replacement=False), []
-    rounds = 600 // in_fast_tier(5, 1)
-    for k in range(rounds):
+    for k in range(600 // in_fast_tier(5, 1)):
         rb.extend(make.vectors([1, 1], first_id=4 * k))
         got = ids(make, rb.sample(1))
         rb.extend(make.vectors([1, 1], first_id=4 * k + 2))
@@ -160,10 +151,9 @@ def test_draws_without_replacement_are_in_random_order(make):
         assert rb.sampler.ran_out
         first.append((got[0] % 4, got[1] % 4))
         rb.empty()
-    counts = torch.tensor([first.count((a, b)) for a in (0, 1) for b in range(4) if a != b])
+    law = {(a, b): 1 for a in (0, 1) for b in range(4) if a != b}
     # The 0.9999 quantile of chi-square with 5 degrees of freedom is 25.7.
-    expected = rounds / 6
-    assert ((counts - expected) ** 2 / expected).sum() < 25.7
+    assert chi_square(first, law) < 25.7
 
 
 @pytest.mark.parametrize("group_key", [None, "episode"])

@@ -9,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
+from tests.data.conversations import turns_of
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
@@ -126,14 +127,11 @@ def test_of_a_state_of_too_many_tokens_the_newest_episodes_are_loaded(said):
 
 def test_the_same_conversations_count_the_same_whatever_came_before():
     def turns(*sizes, fixed=None):
-        history, steps = [], []
+        history, prompts = [], []
         for t, size in enumerate(sizes):
-            prompt = history + [t] * size if fixed is None else [t] * fixed
-            response = [9] * 3
-            history = prompt + response
-            tokens = {"prompt": torch.tensor(prompt), "response": torch.tensor(response)}
-            steps.append(TensorDict({"tokens": tokens}))
-        return lazy_stack(steps)
+            prompts.append(torch.tensor(history + [t] * size if fixed is None else [t] * fixed))
+            history = [*prompts[-1].tolist(), 9, 9, 9]
+        return turns_of(prompts, [torch.tensor([9, 9, 9])] * len(sizes))
 
     same_length, growing = turns(5, 5, fixed=5), turns(10, 4, 6)
     first, second = EpisodeStorage(50), EpisodeStorage(50)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
-from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
+from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play, turns_of
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
@@ -123,20 +123,8 @@ def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
     ends = list(accumulate([2 * new] * turns))
     line = torch.arange(ends[-1])
     prompts = [line[: end - new] for end in ends]
-    talk = [
-        (p if as_views else p.clone(), line[end - new : end])
-        for p, end in zip(prompts, ends, strict=True)
-    ]
-    steps = [
-        TensorDict(
-            {
-                "tokens": {"prompt": prompt, "response": response},
-                "next": {"done": torch.tensor([t == turns - 1])},
-            }
-        )
-        for _ in range(episodes)
-        for t, (prompt, response) in enumerate(talk)
-    ]
+    responses = [line[end - new : end] for end in ends]
+    talk = turns_of(prompts if as_views else [p.clone() for p in prompts], responses)
     held = {}
 
     class Look:
@@ -151,7 +139,7 @@ def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
 
     kept = []
     rb = ReplayBuffer(storage=EpisodeStorage(1000), writer=EpisodeWriter(transform=Look()))
-    rb.extend(lazy_stack(steps))
+    rb.extend(lazy_stack([*talk] * episodes))
     # A line of prompts and responses, and the responses once more; a line of its own for each prompt
     # would take 64 times as much.
     assert sum(held.values()) <= 2.5 * episodes * ends[-1] * 8 + 1000
@@ -230,19 +218,7 @@ def test_steps_that_come_as_one_lazy_stack(read):
     """The whole is then put together when it is first read."""
     talk = [([1], [2], "extend", 0), ([0], [2, 1], "extend", 0), ([1, 1], [2], "cut", 2)]
     prompts, responses = play(talk)
-    steps = lazy_stack(
-        [
-            TensorDict(
-                {
-                    "prompt": prompt,
-                    "tokens": {"prompt": prompt, "response": response},
-                    "text": str(t),
-                    "next": {"done": torch.tensor([t == 2])},
-                }
-            )
-            for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-        ]
-    )
+    steps = turns_of(prompts, responses, prompt=prompts.__getitem__, text=str)
 
     def look(given):
         if read:

@@ -4,28 +4,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
 
-from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play
+from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play, turns_of
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage
 
 
 def episode(prompts, responses, identity=0, parents=None):
-    last = len(prompts) - 1
-    return lazy_stack(
-        [
-            TensorDict(
-                {
-                    "tokens": {"prompt": prompt, "response": response},
-                    **({} if parents is None else {"turn": {"parent": torch.tensor(parents[t])}}),
-                    "episode": torch.tensor(identity),
-                    "next": {"done": torch.tensor([t == last])},
-                }
-            )
-            for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-        ]
-    )
+    entries = {"episode": lambda t: torch.tensor(identity)}
+    if parents is not None:
+        entries["turn"] = lambda t: {"parent": torch.tensor(parents[t])}
+    return turns_of(prompts, responses, **entries)
 
 
 def plain(tensors):
