@@ -1,6 +1,7 @@
 """What a buffer of episodes refuses: by name, and without any change."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.refusals import check_refused
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -60,67 +62,46 @@ def changed(key, value):
     return data
 
 
+NO_VALUES = "'observation' must be a dense tensor with values, got"
 WRITES = {
-    "no steps": (lambda: batch()[:0], ValueError, r"at least one step, got batch size \[0\]"),
-    "no batch size": (
-        lambda: batch(True)[0],
-        ValueError,
-        r"batch size of \[N\] or \[B, T\], got \[\]",
+    "at least one step, got batch size [0]": lambda: batch()[:0],
+    "batch size of [N] or [B, T], got []": lambda: batch(True)[0],
+    "data must be a TensorDict, got dict": lambda: {"observation": 1},
+    'tell where episodes end: ("next", "done") … is missing; the keys are …observation': (
+        lambda: batch(True).exclude(("next", "done"))
     ),
-    "no data": (lambda: {"observation": 1}, TypeError, "data must be a TensorDict, got dict"),
-    "no done flag": (
-        lambda: batch(True).exclude(("next", "done")),
-        ValueError,
-        r'tell where episodes end: \("next", "done"\) .* is missing; the keys are .*observation',
+    f"{NO_VALUES} … on device meta": lambda: changed(
+        "observation", torch.ones(10, 2, device="meta")
     ),
-    "a device without values": (
-        lambda: changed("observation", torch.ones(10, 2, device="meta")),
-        ValueError,
-        "'observation' must be a dense tensor with values, got .* on device meta",
+    f"{NO_VALUES} layout": (
+        lambda: batch(False, False, ids=[9, 9], observation=torch.eye(2).to_sparse())
     ),
-    "a sparse entry of an open episode": (
-        lambda: batch(False, False, ids=[9, 9], observation=torch.eye(2).to_sparse()),
-        ValueError,
-        "'observation' must be a dense tensor with values, got layout",
+    "episode 5 is refused: an episode of 13 steps does not fit in max_steps=12": (
+        lambda: batch(*[False] * 13, ids=[5] * 13)
     ),
-    "an open episode too long": (
-        lambda: batch(*[False] * (MAX_STEPS + 1), ids=[5] * 13),
-        ValueError,
-        f"episode 5 is refused: an episode of 13 steps does not fit in max_steps={MAX_STEPS}",
+    "each row of a [B, T] batch … id 6 is in more than one row": (
+        lambda: torch.stack([batch(False, True, ids=[6, 6]), batch(False, True, ids=[6, 6])])
     ),
-    "one id in two rows": (
-        lambda: torch.stack([batch(False, True, ids=[6, 6]), batch(False, True, ids=[6, 6])]),
-        ValueError,
-        r"each row of a \[B, T\] batch .* id 6 is in more than one row",
+    "must hold one integer id per step, got (10,) torch.float32": (
+        lambda: changed(("collector", "traj_ids"), torch.ones(10))
     ),
-    "ids that are no integers": (
-        lambda: changed(("collector", "traj_ids"), torch.ones(10)),
-        ValueError,
-        r"must hold one integer id per step, got \(10,\) torch.float32",
-    ),
-    "the second of two episodes": (
+    "'observation' must be as in the first episode": (
         lambda: lazy_stack(
-            [
-                *batch(True, ids=[6]).unbind(0),
-                *batch(True, ids=[7], observation=torch.ones(1, 3)).unbind(0),
-            ]
-        ),
-        ValueError,
-        "'observation' must be as in the first episode",
+            [*batch(True, ids=[6]), *batch(True, ids=[7], observation=torch.ones(1, 3))]
+        )
     ),
 }
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("name", WRITES)
-def test_writes(name, cls):
-    make, error, message = WRITES[name]
-    rb, data = buffer(cls=cls), make()
+@pytest.mark.parametrize("text", WRITES)
+def test_writes(text, cls):
+    rb, data = buffer(cls=cls), WRITES[text]()
     before = everything(rb)
-    if cls is TensorDictReplayBuffer and name == "no data":
-        error, message = ValueError, "only accepts TensorDictBase"
-    with pytest.raises(error, match=message):
-        rb.extend(data)
+    error = TypeError if isinstance(data, dict) else ValueError
+    if error is TypeError and cls is TensorDictReplayBuffer:
+        error, text = ValueError, "only accepts TensorDictBase"
+    check_refused(partial(rb.extend, data), error, text)
     assert everything(rb) == before
     # What was open can still end.
     rb.extend(batch(True, ids=[9]))
@@ -138,57 +119,40 @@ def test_rewards_that_are_no_numbers_are_kept():
 
 
 SAMPLES = {
-    "clips longer than every episode": (
-        lambda: ClipSampler(slice_len=6),
-        6,
-        RuntimeError,
-        "no stored episode holds a clip of 6 steps: the longest has 5",
-    ),
-    "strides longer than every episode": (
-        lambda: ClipSampler(slice_len=2, stride=4, strict_length=False),
-        2,
-        None,
-        None,
-    ),
-    "short clips": (lambda: ClipSampler(slice_len=6, strict_length=False), 6, None, None),
-    "steps that are no whole clips": (
+    "a clip of 6 steps: the longest has 5": (lambda: ClipSampler(slice_len=6), 6, RuntimeError),
+    "of slice_len, got batch_size=5 and slice_len=2": (
         lambda: ClipSampler(slice_len=2),
         5,
         RuntimeError,
-        "positive multiple of slice_len, got batch_size=5 and slice_len=2",
     ),
-    "clips that are no whole steps": (
+    "of num_slices, got batch_size=5 and num_slices=2": (
         lambda: ClipSampler(num_slices=2),
         5,
         RuntimeError,
-        "positive multiple of num_slices, got batch_size=5 and num_slices=2",
     ),
-    "no episodes": (
-        lambda: EpisodeSampler(),
-        -1,
-        ValueError,
-        "batch_size counts episodes and must be positive, got -1",
-    ),
+    "counts episodes and must be positive, got -1": (EpisodeSampler, -1, ValueError),
 }
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("name", SAMPLES)
-def test_samples(name, cls):
-    make, batch_size, error, message = SAMPLES[name]
-    rb = buffer(make(), cls, batch_size)
-    if error is None:
-        sample, info = rb.sample(return_info=True)
-        assert 0 < len(sample) <= batch_size
-        assert set(info) <= {"index", "priority_weight"}
-        if not isinstance(rb.sampler, EpisodeSampler):
-            assert bool(sample["next", "truncated"][-1])
-        return
-    before, sampler = everything(rb), copy.deepcopy(rb.sampler.state_dict())
-    with pytest.raises(error, match=message):
-        rb.sample()
+@pytest.mark.parametrize("text", SAMPLES)
+def test_samples(text, cls):
+    sampler, batch_size, error = SAMPLES[text]
+    rb = buffer(sampler(), cls, batch_size)
+    before, state = everything(rb), copy.deepcopy(rb.sampler.state_dict())
+    check_refused(rb.sample, error, text)
     assert everything(rb) == before
-    assert rb.sampler.state_dict() == sampler
+    assert rb.sampler.state_dict() == state
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("slice_len", "stride"), [(2, 4), (6, 1)])
+def test_clips_longer_than_every_episode_are_short_ones_if_that_is_allowed(slice_len, stride, cls):
+    sampler = ClipSampler(slice_len=slice_len, stride=stride, strict_length=False)
+    sample, info = buffer(sampler, cls, slice_len).sample(return_info=True)
+    assert 0 < len(sample) <= slice_len
+    assert set(info) <= {"index", "priority_weight"}
+    assert bool(sample["next", "truncated"][-1])
 
 
 @pytest.mark.parametrize(

@@ -95,20 +95,6 @@ def test_open_episodes_do_not_change_with_what_was_given_or_read(make, turns):
     assert make.steps(rb[:]) == make.steps(data)
 
 
-def test_transform_runs_once_on_each_whole_episode(make):
-    seen = []
-
-    def transform(episode):
-        seen.append(len(episode))
-        return episode.set("length", torch.full((len(episode),), len(episode)))
-
-    rb, data = buffer(transform=transform), make.vectors([3, 4])
-    for piece in data.split(2):
-        rb.extend(piece)
-    assert seen == [3, 4]
-    assert rb[:]["length"].tolist() == [3] * 3 + [4] * 4
-
-
 @pytest.mark.parametrize("many", [True, False])
 def test_a_transform_may_change_what_it_is_given(make, many):
     class Double:

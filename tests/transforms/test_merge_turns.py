@@ -278,18 +278,6 @@ def test_rewards_lie_on_the_turns_last_sampled_token(episodes):
     assert rows["rewards", "to_go"].dtype == torch.float32
 
 
-def test_a_dialogue_is_one_row_with_holes_in_its_mask():
-    episode = [Turn([1, 2], [3, 4], 0.5, 0), Turn([1, 2, 3, 4, 5], [6], 1.0, 1)]
-    rows = MergeTurns()(to_ted([episode]))
-    assert rows["tokens", "full"].tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert rows["masks", "all_assistant_mask"].long().tolist() == [[0, 0, 1, 1, 0, 1]]
-    assert rows["turns", "full"].tolist() == [[0, 0, 0, 0, 1, 1]]
-    assert rows["rewards", "full"].tolist() == [[0, 0, 0, 0.5, 0, 1]]
-    assert rows["versions", "full"].tolist() == [[-1, -1, 0, 1, -1, 2]]
-    assert rows["versions", "oldest"].tolist() == [0]
-    assert rows["versions", "newest"].tolist() == [2]
-
-
 def test_rewards_of_an_episode_without_sampled_tokens_stay_with_their_turns():
     rows = MergeTurns()(to_ted([[Turn([1, 2], [], 1.0), Turn([1, 2, 3], [], 2.0)]]))
     assert rows["rewards", "full"].tolist() == [[0, 1.0, 2.0]]

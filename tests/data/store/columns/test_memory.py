@@ -54,15 +54,6 @@ def test_forked_processes_that_end_or_are_killed_change_nothing_and_leave_nothin
     assert make.steps(storage[:]) == make.steps(data)
 
 
-def test_storages_share_a_folder(make, tmp_path):
-    storages = [EpisodeStorage(8, scratch_dir=tmp_path) for _ in range(2)]
-    written = [make.vectors([4], seed=seed) for seed in range(2)]
-    for storage, data in zip(storages, written, strict=True):
-        storage.append(data)
-    for storage, data in zip(storages, written, strict=True):
-        assert make.steps(storage[:]) == make.steps(data)
-
-
 def test_a_full_disk_is_an_error_that_changes_nothing(make, tmp_path, monkeypatch):
     storage = EpisodeStorage(40, scratch_dir=tmp_path)
     rb = buffer_of(storage, ClipSampler(slice_len=1), cls=TensorDictReplayBuffer, batch_size=4)
