@@ -122,15 +122,14 @@ class EpisodeStorage(LazyStackStorage):
         max_episodes: int | None = None,
         share_next: bool = True,
     ) -> None:
-        budgets = {"max_steps": max_steps, "max_tokens": max_tokens, "max_episodes": max_episodes}
-        for name, budget in budgets.items():
-            if budget is not None or name == "max_steps":
-                check_positive_integer(name, budget)
-        super().__init__(max_size=int(max_steps))
+        budgets = {"max_tokens": max_tokens, "max_episodes": max_episodes}
+        self.max_tokens, self.max_episodes = (
+            None if budget is None else check_positive_integer(name, budget)
+            for name, budget in budgets.items()
+        )
+        super().__init__(max_size=check_positive_integer("max_steps", max_steps))
         self.device = torch.empty(0, device=device).device
         self.lock = threading.RLock()
-        self.max_tokens = None if max_tokens is None else int(max_tokens)
-        self.max_episodes = None if max_episodes is None else int(max_episodes)
         self.scratch_dir = scratch_dir
         self._store = self._new_store(share_next)
         self._revision = 0

@@ -52,15 +52,10 @@ class EndFlags:
         for flag in on_cpu(*flags):
             values = _array(flag, steps.length)
             width = values.shape[1]
-            by_agents[width] = values | by_agents[width] if width in by_agents else values
-        last: np.ndarray | None = None
+            by_agents[width] = values | by_agents.get(width, False)
+        last, reduce = np.zeros(steps.length, dtype=bool), np.any if self.done_on_any else np.all
         for width, values in by_agents.items():
-            if width == 1:
-                reduced = values[:, 0]
-            else:
-                reduced = np.any(values, 1) if self.done_on_any else np.all(values, 1)
-            last = reduced if last is None else last | reduced
-        assert last is not None
+            last |= values[:, 0] if width == 1 else reduce(values, 1)
         return last
 
     def truncate(self, steps: Steps, at: Sequence[int]) -> Steps:

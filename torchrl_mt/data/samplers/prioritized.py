@@ -18,14 +18,13 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.checks import as_tensor, check_choice, check_positive_integer
-from torchrl_mt.data._store.handles import HANDLES, PADDING, numbers_of
+from torchrl_mt.data._store.handles import HANDLES, PADDING, integers, numbers_of
 from torchrl_mt.data._store.selection import Clips
 from torchrl_mt.data._store.table import Choice
 from torchrl_mt.data.samplers.clip import ClipSampler
 from torchrl_mt.data.samplers.draws import episode_storage
 from torchrl_mt.data.samplers.priorities.clip_priorities import ClipPriorities
 from torchrl_mt.data.samplers.priorities.updates import (
-    check_index,
     check_priority,
     reduce_by_clip,
     reduce_rows,
@@ -232,7 +231,8 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
             IndexError: if ``index`` has a step that was never stored.
         """
         held = episode_storage(self._storage if storage is None else storage, self)
-        index, priority = on_cpu(check_index(index), as_tensor("priority", priority))
+        index = integers(as_tensor("index", index), "index")
+        index, priority = on_cpu(index, as_tensor("priority", priority))
         values = check_priority(priority, index, self.dtype)
         if not index.numel():
             return

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.checks import as_tensor
-from torchrl_mt.data._store.handles import integers
 
-__all__ = ["check_index", "check_priority", "reduce_by_clip", "reduce_rows"]
-
-
-def check_index(index: Any) -> Tensor:
-    """Return the index as an int64 tensor, without a copy if it is one."""
-    return integers(as_tensor("index", index), "index")
+__all__ = ["check_priority", "reduce_by_clip", "reduce_rows"]
 
 
 def check_priority(priority: Any, index: Tensor, dtype: torch.dtype) -> Tensor:
