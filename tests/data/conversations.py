@@ -22,14 +22,13 @@ def play(conversation):
     return prompts, responses
 
 
-def turns_of(prompts, responses, **entries):
+def turns_of(prompts, responses, nested=(), **entries):
     """A whole episode; each of the entries is a function of a turn's number."""
-    steps = []
+    steps, entries = [], {**dict(nested), **entries}
     for t, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         step = {"tokens": {"prompt": prompt, "response": response}}
-        step |= {key: entry(t) for key, entry in entries.items()}
         step |= {"next": {"done": torch.tensor([t == len(prompts) - 1])}}
-        steps.append(TensorDict(step))
+        steps.append(TensorDict(step | {key: entry(t) for key, entry in entries.items()}))
     return lazy_stack(steps)
 
 

@@ -19,6 +19,7 @@ from torchrl.data import (
 )
 from torchrl.data.llm import History
 
+from tests.data.conversations import play, turns_of
 from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
 from tests.tiers import examples, some_fast
@@ -41,19 +42,13 @@ DTYPES = (
 def conversations(lengths, seed=0, first_id=0):
     """Turns whose prompt extends the prompt and the response of the turn before."""
     generator, steps = torch.Generator().manual_seed(seed), []
+
+    def tokens(n):
+        return torch.randint(1000, (n,), generator=generator).tolist()
+
     for i, length in enumerate(lengths, first_id):
-        history = torch.zeros(0, dtype=torch.int64)
-        for t in range(length):
-            added, response = (
-                torch.randint(1000, (n,), generator=generator) for n in (1 + i % 3, t % 4)
-            )
-            prompt = torch.cat([history, added])
-            tokens = {"prompt": prompt, "response": response}
-            done = torch.tensor([t + 1 == length])
-            steps.append(
-                TensorDict({"tokens": tokens, "episode": torch.tensor(i), "next": {"done": done}})
-            )
-            history = torch.cat([prompt, response])
+        talk = [(tokens(1 + i % 3), tokens(t % 4), "extend", 0) for t in range(length)]
+        steps.extend(turns_of(*play(talk), episode=lambda _, i=i: torch.tensor(i)))
     return lazy_stack(steps)
 
 

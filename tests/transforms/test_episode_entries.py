@@ -4,26 +4,17 @@ import logging
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, lazy_stack
 
+from tests.data.conversations import turns_of
 from torchrl_mt.transforms import MergeTurns
 
 
 def episodes():
     """Two turns that fork, then one turn."""
-    turns = [([1, 2], [3], False), ([7], [5], True), ([6], [7], True)]
-    return lazy_stack(
-        [
-            TensorDict(
-                {
-                    ("tokens", "prompt"): torch.tensor(prompt),
-                    ("tokens", "response"): torch.tensor(response),
-                    ("next", "done"): torch.tensor([done]),
-                }
-            )
-            for prompt, response, done in turns
-        ]
-    )
+    first, second = ([[1, 2], [7]], [[3], [5]]), ([[6]], [[7]])
+    turns = [turns_of(*([*map(torch.tensor, x)] for x in talk)) for talk in (first, second)]
+    return lazy_stack([*turns[0], *turns[1]])
 
 
 def column(*values):

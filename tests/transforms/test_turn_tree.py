@@ -9,11 +9,12 @@ from itertools import pairwise
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.buffers import buffer_of
+from tests.data.conversations import turns_of
 from torchrl_mt.transforms import MergeTurns
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
@@ -58,23 +59,15 @@ def dialogue(turns: int, shared: bool = True) -> LazyStackedTensorDict:
     """One long conversation, as collectors and stores give it: prompts are views of one line."""
     step = ANSWER + NEWS
     line = torch.arange(8 + turns * step) % 97
-    steps = []
-    for k in range(turns):
-        prompt = line[: 8 + k * step]
-        steps.append(
-            TensorDict(
-                {
-                    ("tokens", "prompt"): prompt if shared else prompt.clone(),
-                    ("tokens", "response"): line[len(prompt) : len(prompt) + ANSWER],
-                    ("log_probs", "response"): torch.zeros(ANSWER),
-                    ("versions", "response"): torch.zeros(ANSWER, dtype=torch.int64),
-                    ("next", "reward"): torch.ones(1),
-                    ("next", "done"): torch.tensor([k == turns - 1]),
-                    ("collector", "traj_ids"): torch.tensor(0),
-                }
-            )
-        )
-    return LazyStackedTensorDict(*steps, stack_dim=0)
+    prompts = [line[: 8 + k * step] for k in range(turns)]
+    return turns_of(
+        prompts if shared else [prompt.clone() for prompt in prompts],
+        [line[len(prompt) : len(prompt) + ANSWER] for prompt in prompts],
+        {("next", "reward"): lambda _: torch.ones(1)},
+        log_probs=lambda _: {"response": torch.zeros(ANSWER)},
+        versions=lambda _: {"response": torch.zeros(ANSWER, dtype=torch.int64)},
+        collector=lambda _: {"traj_ids": torch.tensor(0)},
+    )
 
 
 def test_the_cost_of_a_dialogue_is_linear_in_its_length():
