@@ -46,7 +46,7 @@ from torchrl_mt.data._store.plain import trusting
 from torchrl_mt.data._store.schema import PROMPT, Entry, Schema
 from torchrl_mt.data._store.selection import Clips, Selection, plan_clips, plan_rows
 from torchrl_mt.data._store.steps import Column, Path, Steps, name_of, pack, path_of, unpack
-from torchrl_mt.data._store.store import Admission, EpisodeStore
+from torchrl_mt.data._store.store import Admission, Budgets, EpisodeStore
 from torchrl_mt.data._store.table import Choice, EpisodeTable
 from torchrl_mt.data.checkpoint import FileCheckpointer, read_storage, save_as_one
 
@@ -140,14 +140,8 @@ class EpisodeStorage(LazyStackStorage):
 
     def _new_store(self, share_next: bool) -> EpisodeStore:
         """An empty store with this storage's budgets."""
-        return EpisodeStore(
-            self.max_size,
-            self.device,
-            share_next,
-            self.max_tokens,
-            self.max_episodes,
-            self.scratch_dir,
-        )
+        budgets = Budgets(self.max_size, self.max_tokens, self.max_episodes)
+        return EpisodeStore(budgets, self.device, share_next, self.scratch_dir)
 
     # ---- contents -------------------------------------------------------------------------------
 
@@ -571,7 +565,7 @@ class EpisodeStorage(LazyStackStorage):
             self.num_episodes,
             count,
             " and ".join(
-                f"{budget} from {getattr(self._store, budget)} to {took[budget]}"
+                f"{budget} from {getattr(self._store.budgets, budget)} to {took[budget]}"
                 for budget, lost in self._store.not_kept(written.lengths, written.tokens).items()
                 if lost
             ),
@@ -689,10 +683,7 @@ class EpisodeStorage(LazyStackStorage):
 
         def load(folder: FilePath) -> EpisodeStorage:
             files = StoreFiles(folder)
-            budgets = {
-                name: files.state["budgets"][name] if budget is None else budget
-                for name, budget in given.items()
-            }
+            budgets = files.state["budgets"] | {k: v for k, v in given.items() if v is not None}
             storage = cls(**budgets, scratch_dir=scratch_dir, share_next=files.state["share_next"])
             storage._restore(lambda store: files.load(store, mapped=True, verify=verify))
             return storage
@@ -750,9 +741,7 @@ class EpisodeStorage(LazyStackStorage):
                 "max_steps=%s, max_tokens=%s, max_episodes=%s",
                 self.num_episodes,
                 self.num_episodes + left_out,
-                store.max_steps,
-                store.max_tokens,
-                store.max_episodes,
+                *store.budgets,
             )
 
     @contextmanager

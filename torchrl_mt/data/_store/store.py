@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from torchrl_mt.data._store.steps import Column, Objects, Path, Steps, own
 from torchrl_mt.data._store.table import EpisodeTable
 from torchrl_mt.data._store.token_count import count_tokens
 
-__all__ = ["Admission", "EpisodeStore"]
+__all__ = ["Admission", "Budgets", "EpisodeStore"]
 
 _USUAL_LENGTH = 32
 """Assumed least mean length of episodes; the ring grows if they are shorter."""
@@ -64,6 +64,14 @@ class Admission:
     """int64 ``[E]``: tokens of each episode."""
 
 
+class Budgets(NamedTuple):
+    """The most that a store holds; None for no limit."""
+
+    max_steps: int
+    max_tokens: int | None
+    max_episodes: int | None
+
+
 class EpisodeStore:
     """Whole episodes within budgets of steps, tokens and episodes.
 
@@ -71,26 +79,20 @@ class EpisodeStore:
     the rows of ``k``. Every column stores its values by these rows.
 
     Args:
-        max_steps: the budget, in steps.
+        budgets: the most that it holds.
         device: device of the stored tensors.
         share_next: whether ``("next", k)`` may share the rows of ``k``.
-        max_tokens: the budget, in tokens; None for no limit.
-        max_episodes: the budget, in episodes; None for no limit.
         scratch_dir: folder for files that hold the tensors; None keeps them in memory.
     """
 
     def __init__(
         self,
-        max_steps: int,
+        budgets: Budgets,
         device: torch.device,
         share_next: bool,
-        max_tokens: int | None = None,
-        max_episodes: int | None = None,
         scratch_dir: str | FilePath | None = None,
     ) -> None:
-        self.max_steps = max_steps
-        self.max_tokens = max_tokens
-        self.max_episodes = max_episodes
+        self.budgets = budgets
         self.share_next = share_next
         self.memory = Memory(device, scratch_dir)
         self.schema: Schema | None = None
@@ -142,10 +144,10 @@ class EpisodeStore:
         sizes = lengths.tolist()
         if min(sizes) < 1:
             raise ValueError("an episode must have at least one step, got an empty one.")
-        longest = max(sizes)
-        if longest > self.max_steps:
+        longest, max_steps = max(sizes), self.budgets.max_steps
+        if longest > max_steps:
             raise ValueError(
-                f"an episode of {longest} steps does not fit in max_steps={self.max_steps}: give "
+                f"an episode of {longest} steps does not fit in max_steps={max_steps}: give "
                 f"EpisodeStorage a larger budget."
             )
         if self.schema is None:
@@ -206,11 +208,7 @@ class EpisodeStore:
             "renumbered": self.table.renumbered,
             "pad": self._rows.pad,
             "columns": {path: column.parts(live) for path, column in self.columns.items()},
-            "budgets": {
-                "max_steps": self.max_steps,
-                "max_tokens": self.max_tokens,
-                "max_episodes": self.max_episodes,
-            },
+            "budgets": self.budgets._asdict(),
             "share_next": self.share_next,
             "marks": [astuple(marks) for marks in self._marks if marks is not None],
         }
@@ -283,11 +281,11 @@ class EpisodeStore:
         """Count the oldest saved episodes that exceed the budgets; ``ValueError`` if all do."""
         left_out = max(self.not_kept(lengths, tokens).values())
         if left_out and left_out == len(lengths):
-            budget = "max_steps" if int(lengths[-1]) > self.max_steps else "max_tokens"
+            budget = "max_steps" if int(lengths[-1]) > self.budgets.max_steps else "max_tokens"
             size = int(lengths[-1] if budget == "max_steps" else tokens[-1])
             raise ValueError(
                 f"the newest episode that was saved has {size} {budget[4:]}, more than "
-                f"{budget}={getattr(self, budget)}: give EpisodeStorage a larger budget."
+                f"{budget}={getattr(self.budgets, budget)}: give EpisodeStorage a larger budget."
             )
         return left_out
 
@@ -297,10 +295,11 @@ class EpisodeStore:
         tokens = count_tokens(schema, with_additions, lengths)
         if schema.growing:
             steps = with_additions
-        if self.max_tokens is not None and int(tokens.max()) > self.max_tokens:
+        budget = self.budgets.max_tokens
+        if budget is not None and int(tokens.max()) > budget:
             raise ValueError(
-                f"an episode of {int(tokens.max())} tokens does not fit in "
-                f"max_tokens={self.max_tokens}: give EpisodeStorage a larger budget."
+                f"an episode of {int(tokens.max())} tokens does not fit in max_tokens={budget}: give "
+                f"EpisodeStorage a larger budget."
             )
         return Admission(schema, steps, lengths, tokens)
 
@@ -359,13 +358,13 @@ class EpisodeStore:
 
     def _leaving(self, episodes: int, steps: int, tokens: Tensor, recount: Tensor | None) -> int:
         """Count the stored episodes to evict for new ones of so many steps and tokens."""
-        table = self.table
-        leaving = table.episodes_holding(table.num_steps + steps - self.max_steps)
-        if self.max_episodes is not None:
-            leaving = max(leaving, table.num_episodes + episodes - self.max_episodes)
-        if self.max_tokens is None:
+        table, (max_steps, max_tokens, max_episodes) = self.table, self.budgets
+        leaving = table.episodes_holding(table.num_steps + steps - max_steps)
+        if max_episodes is not None:
+            leaving = max(leaving, table.num_episodes + episodes - max_episodes)
+        if max_tokens is None:
             return leaving
-        coming = int(tokens.sum()) - self.max_tokens
+        coming = int(tokens.sum()) - max_tokens
         if recount is None:
             return max(leaving, table.episodes_holding(0, table.num_tokens + coming))
         held = recount.cumsum(0)
@@ -380,12 +379,9 @@ class EpisodeStore:
                 return 0
             return int((sizes.flip(0).cumsum(0) > budget).sum())
 
-        skipped = {"max_steps": beyond(lengths, self.max_steps)}
-        if self.max_tokens is not None:
-            skipped["max_tokens"] = beyond(tokens, self.max_tokens)
-        if self.max_episodes is not None:
-            skipped["max_episodes"] = max(lengths.shape[0] - self.max_episodes, 0)
-        return skipped
+        sizes = (lengths, tokens, torch.ones_like(lengths))
+        budgets = zip(self.budgets._asdict().items(), sizes, strict=True)
+        return {name: beyond(each, most) for (name, most), each in budgets if most is not None}
 
     def _oldest(self, episodes: int) -> Blocks:
         """Return the rows of the oldest ``episodes``."""
@@ -405,9 +401,9 @@ class EpisodeStore:
             lengths = torch.ones(1, device="cpu")
         slack = int(lengths.max()) + pad
         usual = max(float(lengths.float().mean()), _USUAL_LENGTH)
-        return _RingRows(
-            Ring(self.max_steps + pad * math.ceil(self.max_steps / usual) + slack), pad, slack
-        )
+        max_steps = self.budgets.max_steps
+        rows = max_steps + pad * math.ceil(max_steps / usual) + slack
+        return _RingRows(Ring(rows), pad, slack)
 
     def _columns_for(
         self, schema: Schema, capacity: int, *, packed: bool = True
@@ -485,12 +481,12 @@ class EpisodeStore:
         slack for the longest episode grows by at least half, so that the amortized cost per write
         is constant.
         """
-        longest = max(sizes)
+        longest, max_steps = max(sizes), self.budgets.max_steps
         if longest > rows.slack:
-            rows.slack = min(max(longest, rows.slack * 3 // 2), self.max_steps + rows.pad)
+            rows.slack = min(max(longest, rows.slack * 3 // 2), max_steps + rows.pad)
         episodes = self.table.next + len(sizes)
         mean = (self.table.end + sum(sizes) - rows.pad * len(sizes)) / episodes
-        wanted = self.max_steps + rows.pad * math.ceil(self.max_steps / mean) + rows.slack
+        wanted = max_steps + rows.pad * math.ceil(max_steps / mean) + rows.slack
         moves = rows.ring.layout()
         needed = moves.upper + moves.lower + sum(sizes)
         if rows.ring.capacity >= wanted:
