@@ -7,7 +7,6 @@ import transformers
 from torchrl_mt._hosts.transformers import (
     attention_implementation,
     cache_argument,
-    rotary_frequencies,
 )
 
 SIZES = {
@@ -42,20 +41,3 @@ def test_the_name_of_the_cache_is_one_that_no_release_warns_of():
     model, cache = llama(), transformers.DynamicCache()
     model(torch.ones(1, 2, dtype=torch.long), **{cache_argument(model): cache})
     assert cache.get_seq_length() == 2
-
-
-def test_frequencies_that_depend_on_the_length_are_found_and_put_back():
-    assert rotary_frequencies(llama()) == []
-    dynamic = {"rope_type": "dynamic", "factor": 8.0}
-    model = llama(max_position_embeddings=4, rope_theta=10000.0, rope_scaling=dynamic)
-    (rope,) = rotary_frequencies(model)
-    assert rope.dynamic
-    assert rope.original == 4
-    short = rope.module.inv_freq.clone()
-    restore = rope.reset()
-    with torch.no_grad():
-        model(torch.ones(1, 7, dtype=torch.long))
-    assert rope.module.max_seq_len_cached == 7
-    restore()
-    assert torch.equal(rope.module.inv_freq, short)
-    assert rope.module.max_seq_len_cached == 4

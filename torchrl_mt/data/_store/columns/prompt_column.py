@@ -155,19 +155,18 @@ class PromptColumn:
 
     def __init__(self, entry: Entry, capacity: int, memory: Memory) -> None:
         self._added = RaggedColumn(entry, capacity, memory)
-        self._kept = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        self._back = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        """By row: number of rows back to the turn whose tokens it repeats."""
-        self._since = torch.empty(capacity, dtype=torch.int64, device="cpu")
-        """By row: number of rows back to where reading must begin.
-
-        No prompt from there on refers to an earlier row.
+        self._links = {
+            name: torch.empty(capacity, dtype=torch.int64, device="cpu")
+            for name in ("back", "kept", "since")
+        }
+        """By row: number of rows back to the turn whose tokens it repeats; how many tokens; number of
+        rows back to where reading must begin, as no prompt from there on refers to an earlier row.
         """
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        return self._added.nbytes + 24 * self._kept.shape[0]
+        return self._added.nbytes + sum(each.nbytes for each in self._links.values())
 
     def plan(self, change: Change, column: Any) -> Callable[[], None]:
         """Plan to write the :class:`Prompts` of whole episodes."""
@@ -184,9 +183,8 @@ class PromptColumn:
 
         def commit() -> None:
             store_added()
-            self._back[rows] = back
-            self._kept[rows] = kept
-            self._since[rows] = since
+            for name, values in (("back", back), ("kept", kept), ("since", since)):
+                self._links[name][rows] = values
 
         return commit
 
@@ -195,12 +193,12 @@ class PromptColumn:
         rows = plan.rows()
         if not len(rows):
             return self._added.read(plan)
-        since = self._since[rows]
+        since = self._links["since"][rows]
         firsts, chain = torch.unique(rows - since, return_inverse=True)
         turns = torch.zeros_like(firsts).scatter_reduce_(0, chain, since + 1, "amax")
         needed = RowPlan(runs(firsts, turns))
         added, responses = self._added.read(needed), self.responses.read(needed)
-        columns = (self._back[needed.starts].tolist(), self._kept[needed.starts].tolist())
+        columns = (self._links[name][needed.starts].tolist() for name in ("back", "kept"))
         items = [*map(Addition, *columns, step_tensors(added))]
         answers = list(step_tensors(responses))
         prompts: list[Tensor] = []
@@ -218,23 +216,18 @@ class PromptColumn:
         """Return the column for a ring of ``capacity`` rows, with the rows moved."""
         new = copy(self)
         new._added = self._added.laid_out(moves, capacity)
-        new._back = moves.laid_out(self._back, capacity)
-        new._kept = moves.laid_out(self._kept, capacity)
-        new._since = moves.laid_out(self._since, capacity)
+        new._links = {name: moves.laid_out(x, capacity) for name, x in self._links.items()}
         return new
 
     def parts(self, live: Moves) -> dict[str, Part | Objects]:
         """Return what each prompt adds and repeats."""
-        rows = {"back": self._back, "kept": self._kept, "since": self._since}
-        parts = {name: Part(live.pieces(values)) for name, values in rows.items()}
-        return {**self._added.parts(live), **parts}
+        links = {name: Part(live.pieces(values)) for name, values in self._links.items()}
+        return {**self._added.parts(live), **links}
 
     def load(self, saved: SavedColumn, rows: range) -> None:
         """Load these rows."""
         self._added.load(saved, rows)
-        self._back = saved.into("back", rows, self._back)
-        self._kept = saved.into("kept", rows, self._kept)
-        self._since = saved.into("since", rows, self._since)
+        self._links = {name: saved.into(name, rows, x) for name, x in self._links.items()}
 
 
 def _shared(prompt: Tensor, before: Tensor, response: Tensor) -> int:
