@@ -39,6 +39,7 @@ __all__ = [
     "Path",
     "Rows",
     "Steps",
+    "copied",
     "has_lazy_stack",
     "kinds",
     "name_of",
@@ -122,14 +123,6 @@ class Steps:
 
     def clone(self) -> Steps:
         """Copy all tensors; for objects see :func:`own`."""
-
-        def copied(column: Column) -> Column:
-            if isinstance(column, Tensor):
-                return column.clone()
-            if isinstance(column, Rows):
-                return Rows(_copies(column.items))
-            return Objects([own(item) for item in column.items])
-
         columns = {path: copied(column) for path, column in self.columns.items()}
         return replace(self, columns=columns)
 
@@ -269,6 +262,15 @@ def select(
             )
         chosen |= found
     return chosen
+
+
+def copied(column: Column) -> Column:
+    """Copy the tensors of a column; for objects see :func:`own`."""
+    if isinstance(column, Tensor):
+        return column.clone()
+    if isinstance(column, Rows):
+        return Rows(_copies(column.items))
+    return Objects([own(item) for item in column.items])
 
 
 def own(item: Any, device: torch.device | None = None) -> Any:

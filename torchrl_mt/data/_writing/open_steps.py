@@ -17,7 +17,7 @@ from torchrl_mt.data._store.columns.memory import Memory
 from torchrl_mt.data._store.columns.records import Record, records_for
 from torchrl_mt.data._store.deferred_interrupts import interrupts_deferred
 from torchrl_mt.data._store.schema import Schema, as_array, bits
-from torchrl_mt.data._store.steps import Column, Objects, Path, Rows, Steps, rows_at, step_tensors
+from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, copied, rows_at
 from torchrl_mt.data._writing.continuity import Bits, bits_at
 from torchrl_mt.data._writing.segments import Segments
 
@@ -374,10 +374,8 @@ class _Items:
 
     def put(self, first: int, column: Any) -> None:
         """Write copies of values from row ``first`` on."""
-        if isinstance(column, Tensor):
-            column = Rows(list(step_tensors(column)))
-        copies = Steps(len(column.items), {("",): column}).clone().columns[("",)]
-        assert isinstance(copies, (Rows, Objects))
+        column = Rows([*column]) if isinstance(column, Tensor) else column
+        copies: Any = copied(column)
         self.items[first : first + len(copies.items)] = copies.items
 
     def take(self, rows: np.ndarray) -> Column:
