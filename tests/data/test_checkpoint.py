@@ -34,7 +34,7 @@ from tests.data import versions
 from tests.data.handles import HANDLES
 from tests.data.saving import HOW, saved
 from tests.failing_calls import Killed, spoil
-from tests.tiers import examples, in_fast_tier, slow
+from tests.tiers import examples, in_fast_tier, slow, some_fast
 from tests.waiting import PATIENCE
 from torchrl_mt.data import (
     ClipSampler,
@@ -119,10 +119,7 @@ def grouped(make, turns, lengths, seed):
 FAST = ["clips by priority", "each group", "each slice"]
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in SAMPLERS],
-)
+@pytest.mark.parametrize("sampler", some_fast(FAST, SAMPLERS))
 @examples(6)
 @given(
     data=st.data(),

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
-from tests.tiers import in_fast_tier
+from tests.tiers import in_fast_tier, some_fast
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 POINTS = in_fast_tier(4, 40)
@@ -90,10 +90,7 @@ OPERATIONS = {
 FAST = ["old ones leave", "flush"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in OPERATIONS],
-)
+@pytest.mark.parametrize("name", some_fast(FAST, OPERATIONS))
 def test_an_interrupted_write_has_happened_or_has_not(name):
     batches, operate = OPERATIONS[name]
     saved = pickle.dumps(after(batches))
