@@ -97,8 +97,8 @@ def read_version(
 
     Args:
         path: the folder that was given to :func:`save_version`.
-        read: called with the version's folder, or None if nothing was ever saved. Called again if it
-            fails because a newer version replaced this one meanwhile.
+        read: called with the version's folder, or None if nothing was ever saved. Called again if a
+            newer version replaced this one meanwhile.
         verify: whether to compare the hashes of files, except those with a ``hashes.json`` beside
             them, which ``read`` compares. Sizes are always compared.
 
@@ -113,10 +113,14 @@ def read_version(
         try:
             if found is not None:
                 _check(found, verify)
-            return read(found)
+            result = read(found)
         except Exception:
             if newest(path) == found:
                 raise
+        else:
+            # Otherwise files that a version may lack could have gone before they were looked for.
+            if newest(path) == found:
+                return result
 
 
 def newest(path: Path) -> Path | None:
