@@ -76,22 +76,19 @@ def rendered(processor, messages):
 
 
 @pytest.mark.parametrize("name", first_fast(["llava", *QWEN]))
-def test_images_of_requests_reach_the_ledger(name):
+async def test_images_of_requests_reach_the_ledger(name):
     one, two = picture(1), picture(2)
     engine, processor = engine_of(name), family(name)[1]
 
-    async def play():
-        async with session_of(engine, processor=processor) as session:
-            client = client_of(session)
-            messages = [shows("what is", one, "?")]
-            reply = await ask(client, messages)
-            said = reply.choices[0].message
-            messages += [said.model_dump(exclude_none=True), shows(two, "left", one)]
-            await ask(client, messages)
-            await ask(client, [user("stop")])
-            return messages, session.turns(), reply
-
-    messages, turns, reply = asyncio.run(play())
+    async with session_of(engine, processor=processor) as session:
+        client = client_of(session)
+        messages = [shows("what is", one, "?")]
+        reply = await ask(client, messages)
+        said = reply.choices[0].message
+        messages += [said.model_dump(exclude_none=True), shows(two, "left", one)]
+        await ask(client, messages)
+        await ask(client, [user("stop")])
+        turns = session.turns()
     assert [turn.images for turn in turns] == [(one,), (one, two, one), ()]
     assert engine.images == [[one], [one, two, one], []]
     assert [list(turn.prompt_ids) for turn in turns] == [prompt for prompt, _ in engine.calls]
@@ -101,26 +98,23 @@ def test_images_of_requests_reach_the_ledger(name):
     assert reply.usage.prompt_tokens == len(turns[0].prompt_ids)
 
 
-def test_a_dialogue_with_another_image_is_another_dialogue():
+async def test_a_dialogue_with_another_image_is_another_dialogue():
     one, two = picture(1), picture(2)
     same = StoredImage.of(two.pil())  # The same pixels in other bytes.
     engine = engine_of()
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            said = (await post(session, [shows("what", one)]))["choices"][0]["message"]
-            for image in (one, two, same):
-                await post(session, [shows("what", image), said, user("go")])
-            return session.turns()
-
-    turns = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        said = (await post(session, [shows("what", one)]))["choices"][0]["message"]
+        for image in (one, two, same):
+            await post(session, [shows("what", image), said, user("go")])
+        turns = session.turns()
     assert [turn.parent for turn in turns] == [-1, 0, -1, -1]
     assert [len(turn.images) for turn in turns] == [1, 1, 1, 1]
     assert turns[1].images[0] is one
     assert turns[2].images[0] is two
 
 
-def test_streams_tools_and_several_texts():
+async def test_streams_tools_and_several_texts():
     one = picture(1)
     engine = engine_of()
     spread = {"role": "user", "content": [{"type": "text", "text": "what "}, part(one)]}
@@ -128,48 +122,38 @@ def test_streams_tools_and_several_texts():
     joined = shows("what ", one, "is this")
     assert identities(stored_images([spread])) == identities(stored_images([joined]))
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            stream = await ask(client_of(session), [spread], stream=True)
-            text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
-            said = {"role": "assistant", "content": text}
-            await post(session, [joined, said, shows("go", one)])
-            return session.turns()
-
-    turns = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        stream = await ask(client_of(session), [spread], stream=True)
+        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+        said = {"role": "assistant", "content": text}
+        await post(session, [joined, said, shows("go", one)])
+        turns = session.turns()
     assert [turn.parent for turn in turns] == [-1, 0]
     assert turns[1].images == (one, one)
 
 
-def test_retries_are_answered_from_the_record():
+async def test_retries_are_answered_from_the_record():
     engine = engine_of()
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            body = {"messages": [shows("what", picture(1))]}
-            first = await session.http_client.post("/chat/completions", json=body)
-            again = await session.http_client.post(
-                "/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
-            )
-            return first.json(), again.json(), session.turns()
-
-    first, again, turns = asyncio.run(play())
-    assert first == again
-    assert (len(turns), len(engine.calls)) == (1, 1)
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        body = {"messages": [shows("what", picture(1))]}
+        first = await session.http_client.post("/chat/completions", json=body)
+        again = await session.http_client.post(
+            "/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
+        )
+        assert (len(session.turns()), len(engine.calls)) == (1, 1)
+    assert first.json() == again.json()
 
 
-def test_interactions_have_their_images():
+async def test_interactions_have_their_images():
     one, two = picture(1), picture(2)
 
-    async def play():
-        async with session_of(engine_of(), processor=family(NAME)[1]) as session:
-            messages = [shows("what", one)]
-            reply = await post(session, messages)
-            messages += [reply["choices"][0]["message"], shows("go", two)]
-            await post(session, messages)
-            return messages, session.transcript, export_interactions(session)
-
-    messages, transcript, calls = asyncio.run(play())
+    async with session_of(engine_of(), processor=family(NAME)[1]) as session:
+        messages = [shows("what", one)]
+        reply = await post(session, messages)
+        messages += [reply["choices"][0]["message"], shows("go", two)]
+        await post(session, messages)
+        transcript, calls = session.transcript, export_interactions(session)
     assert transcript[1]["request"]["messages"] == messages
     # Requests share the messages that they repeat.
     before, after = (entry["request"]["messages"][0] for entry in transcript)
@@ -219,36 +203,29 @@ def test_interactions_have_their_images():
         ({"role": "user", "content": [{"type": "input_audio"}]}, "content must be text and images"),
     ],
 )
-def test_other_images_are_refused(message, error):
+async def test_other_images_are_refused(message, error):
     engine = engine_of()
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            reply = await session.http_client.post(
-                "/chat/completions", json={"messages": [message, user("go")]}
-            )
-            return reply, session.turns()
-
-    reply, turns = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        reply = await session.http_client.post(
+            "/chat/completions", json={"messages": [message, user("go")]}
+        )
+        assert (session.turns(), engine.calls) == ([], [])
     said = reply.json()["error"]
     assert reply.status_code == 400
     assert error in said["message"]
     assert said["param"] == "messages"
-    assert (turns, engine.calls) == ([], [])
 
 
-def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
+async def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
     engine, shown = engine_of(), shows("what", picture(11))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 10)
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
     # Images in memory are known.
     monkeypatch.setattr(StoredImage, "_known", {})
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            return await session.http_client.post("/chat/completions", json={"messages": [shown]})
-
-    reply = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        reply = await session.http_client.post("/chat/completions", json={"messages": [shown]})
     assert reply.status_code == 400
     said = reply.json()["error"]
     assert said["message"].startswith("messages[0]['content'][1]: image must have fewer pixels")
@@ -276,18 +253,14 @@ def test_models_of_text_refuse_images():
     assert not engine.calls
 
 
-def test_a_processor_may_take_the_tokenizers_place():
+async def test_a_processor_may_take_the_tokenizers_place():
     _, processor = family(NAME)
 
-    async def play():
-        async with AgentServer(engine_of(), processor) as server:
-            session = server.open()
-            await post(session, [shows(picture(1))])
-            turns = session.turns()
-            await session.close()
-            return turns
-
-    (turn,) = asyncio.run(play())
+    async with AgentServer(engine_of(), processor) as server:
+        session = server.open()
+        await post(session, [shows(picture(1))])
+        (turn,) = session.turns()
+        await session.close()
     assert turn.images == (picture(1),)
     other = tiny_vl_model(NAME, "other words")[1]
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):

@@ -114,29 +114,25 @@ def test_a_judge_makes_no_turns():
     assert batch["next", "reward"].item() == 1.0
 
 
-def test_a_command_of_the_shell(tmp_path):
+async def test_a_command_of_the_shell(tmp_path):
     """The script with curl alone; the class that runs it has tests of its own."""
     if shutil.which("curl") is None or shutil.which("sh") is None:
         pytest.skip("the script needs sh and curl")
     engine = counting_engine()
     (tmp_path / "ask.sh").write_text(code("Frameworks", language="sh"))
 
-    async def main():
-        async with AgentServer(engine) as server:
-            session = server.open("one two")
-            program = await asyncio.create_subprocess_exec(
-                "sh",
-                str(tmp_path / "ask.sh"),
-                env={"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-            out, _ = await program.communicate(b'"one two"')
-            await session.close()
-            return out, program.returncode, session
-
-    out, returncode, session = asyncio.run(main())
-    assert returncode == 0
+    async with AgentServer(engine) as server:
+        session = server.open("one two")
+        program = await asyncio.create_subprocess_exec(
+            "sh",
+            str(tmp_path / "ask.sh"),
+            env={"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await program.communicate(b'"one two"')
+        await session.close()
+    assert program.returncode == 0
     assert b'"content":"' in out
     ((prompt, _),) = engine.calls
     assert "one two" in engine.tokenizer.decode(prompt)
