@@ -21,6 +21,7 @@ from torchrl_mt.engines import Completion
 from .helpers import (
     WORDS,
     counting_engine,
+    failing,
     gated_engine,
     ledger_of,
     ledger_of_engine,
@@ -60,6 +61,13 @@ async def response_of(reader):
     return int(head.split()[1]), await reader.readexactly(length)
 
 
+async def status_of(session, connection):
+    """Status of the response to a request on a connection."""
+    reader, writer = connection
+    writer.write(request_of(session))
+    return (await response_of(reader))[0]
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
@@ -95,9 +103,8 @@ async def test_what_is_no_http_ends_its_connection_only(sent):
         async with connection_to(session) as (reader, writer):
             writer.write(sent)
             assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-        async with connection_to(session) as (reader, writer):
-            writer.write(request_of(session))
-            assert (await response_of(reader))[0] == 200
+        async with connection_to(session) as connection:
+            assert await status_of(session, connection) == 200
 
 
 @pytest.mark.parametrize("leave", ["close", "half-close", "in the body", "no chunk"])
@@ -153,13 +160,11 @@ async def test_a_strangers_connection_ends_though_others_may_be_idle_for_long(se
     monkeypatch.setattr("torchrl_mt.agents.server._STRANGER_SECONDS", 0.02)
 
     async with session_of(counting_engine()) as session, connection_to(session) as known:
-        known[1].write(request_of(session))
-        assert (await response_of(known[0]))[0] == 200
+        assert await status_of(session, known) == 200
         async with connection_to(session) as (reader, writer):
             writer.write(sent)
             await reader.read()  # to its end
-        known[1].write(request_of(session))
-        assert (await response_of(known[0]))[0] == 200
+        assert await status_of(session, known) == 200
 
 
 async def test_strangers_do_not_take_the_place_of_those_who_have_a_key():
@@ -168,14 +173,12 @@ async def test_strangers_do_not_take_the_place_of_those_who_have_a_key():
         contextlib.AsyncExitStack() as stack,
     ):
         known = await stack.enter_async_context(connection_to(session))
-        known[1].write(request_of(session))
-        assert (await response_of(known[0]))[0] == 200
+        assert await status_of(session, known) == 200
         strangers = [await stack.enter_async_context(connection_to(session)) for _ in range(6)]
         ends = [asyncio.ensure_future(reader.read()) for reader, _ in strangers]
         await until(lambda: sum(end.done() for end in ends) == 4)
-        for reader, writer in (known, await stack.enter_async_context(connection_to(session))):
-            writer.write(request_of(session))
-            assert (await response_of(reader))[0] == 200
+        for each in (known, await stack.enter_async_context(connection_to(session))):
+            assert await status_of(session, each) == 200
         for end in ends:
             end.cancel()
 
@@ -255,13 +258,9 @@ async def test_a_retry_repeats_its_own_question_and_not_another_like_it():
     """Two samples of one question, the second of which failed at first."""
     engine = counting_engine()
     generate = engine.generate
-
-    async def fails(*args, **kwargs):
-        raise OSError("the cable is out")
-
     async with session_of(engine) as session:
         first = await ask(session)
-        engine.generate = fails
+        engine.generate = failing(OSError("the cable is out"))
         assert (await ask(session)).status_code == 500
         engine.generate = generate
         second = await ask(session, retry="1")
@@ -274,11 +273,7 @@ async def test_a_retry_repeats_its_own_question_and_not_another_like_it():
 
 async def test_an_engine_that_cancels_its_call_has_failed():
     engine = counting_engine()
-
-    async def gives_up(*args, **kwargs):
-        raise asyncio.CancelledError
-
-    engine.generate = gives_up
+    engine.generate = failing(asyncio.CancelledError())
 
     async with session_of(engine) as session:
         reply = await ask(session)
@@ -355,7 +350,7 @@ async def test_a_server_that_stops_leaves_nothing(what):
     engine = gated_engine()
     server = AgentServer(engine)
     await server.start()
-    asking = None
+    port, asking = server.port, None
     if what != "nothing":
         session = server.open()
         body = {"messages": [user("one")]}
@@ -364,7 +359,7 @@ async def test_a_server_that_stops_leaves_nothing(what):
             engine.gate.set()
         if what == "new variables":
             body["chat_template_kwargs"] = {"a": 1}
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         asking = writer
         content = json.dumps(body).encode()
         length = 1000 if what == "half a body" else None
@@ -377,6 +372,11 @@ async def test_a_server_that_stops_leaves_nothing(what):
     await server.stop()
     if asking is not None:
         asking.close()
+        assert session.is_closed
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", port)
+    with pytest.raises(RuntimeError, match="not running"):
+        server.open()
     assert server._in_progress == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
     gc.collect()

@@ -20,9 +20,9 @@ from tests.chat.families import (  # noqa: E402
     QWEN25,
 )
 from tests.chat.families_in_play import call, lines, stop_of, tokenizer_of  # noqa: E402
+from tests.collectors.runs import first_batch  # noqa: E402
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
-from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
 from .test_page import code  # noqa: E402
@@ -87,10 +87,7 @@ def played(agent, family, messages):
     answers = iter([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
     stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
     engine = ScriptedEngine(tokenizer, lambda prompt: next(answers), stops)
-    with MultiTurnCollector(
-        agent, engine, [DATA], episodes_per_batch=1, max_consecutive_failures=1
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(agent, engine, [DATA], max_consecutive_failures=1)
     assert next(answers, None) is None
     recorded = zip(
         batch.get(("tokens", "prompt"), as_list=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import random
 
@@ -11,7 +10,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.collectors.scripted import ScriptedEngine  # noqa: E402
+from tests.collectors.pictures import SeeingEngine  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
 from tests.vision.episodes import QWEN, family, random_image  # noqa: E402
 from torchrl_mt.agents import AgentServer, export_interactions, openai_client  # noqa: E402
@@ -29,20 +28,8 @@ from .helpers import ask, client_of, post, session_of, user  # noqa: E402
 NAME = "qwen2_5_vl"
 
 
-class SeeingEngine(ScriptedEngine):
-    """Remembers the images of every call."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer, lambda prompt: tokenizer("go<end>")["input_ids"])
-        self.images = []
-
-    async def generate(self, prompt_ids, *, images=(), **sampling):
-        self.images.append(list(images))
-        return await super().generate(prompt_ids, **sampling)
-
-
 def engine_of(name=NAME):
-    return SeeingEngine(family(name)[1].tokenizer)
+    return SeeingEngine(family(name)[1])
 
 
 def picture(seed):
@@ -90,7 +77,7 @@ async def test_images_of_requests_reach_the_ledger(name):
         await ask(client, [user("stop")])
         turns = session.turns()
     assert [turn.images for turn in turns] == [(one,), (one, two, one), ()]
-    assert engine.images == [[one], [one, two, one], []]
+    assert engine.images == [(one,), (one, two, one), ()]
     assert [list(turn.prompt_ids) for turn in turns] == [prompt for prompt, _ in engine.calls]
     assert list(turns[0].prompt_ids) == list(rendered(processor, messages[:1]))
     assert list(turns[1].prompt_ids) == list(rendered(processor, messages))
@@ -132,19 +119,6 @@ async def test_streams_tools_and_several_texts():
     assert turns[1].images == (one, one)
 
 
-async def test_retries_are_answered_from_the_record():
-    engine = engine_of()
-
-    async with session_of(engine, processor=family(NAME)[1]) as session:
-        body = {"messages": [shows("what", picture(1))]}
-        first = await session.http_client.post("/chat/completions", json=body)
-        again = await session.http_client.post(
-            "/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
-        )
-        assert (len(session.turns()), len(engine.calls)) == (1, 1)
-    assert first.json() == again.json()
-
-
 async def test_interactions_have_their_images():
     one, two = picture(1), picture(2)
 
@@ -165,51 +139,44 @@ async def test_interactions_have_their_images():
 # Refusals
 
 
+NO_URI = "messages[0].content[0]: image must be a base64 data: URI"
+
+
 @pytest.mark.parametrize(
-    ("message", "error"),
+    ("role", "content", "error"),
     [
         (
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c"}}],
-            },
-            r"messages[0].content[0]: image_url must be a base64 data: URI",
+            "user",
+            {"type": "image_url", "image_url": {"url": "https://a.b/c"}},
+            "messages[0].content[0]: image_url must be a base64 data: URI",
         ),
         (
-            {"role": "user", "content": [{"type": "image_url", "image_url": "/etc/hostname"}]},
+            "user",
+            {"type": "image_url", "image_url": "/etc/hostname"},
             "got '/etc/hostname': nothing is downloaded and no file is opened for it",
         ),
+        ("user", {"type": "image", "path": "/etc/hostname"}, NO_URI),
+        ("user", {"type": "image", "image": [[0]]}, NO_URI),
+        ("user", {"type": "image_url"}, "must have its image under one of"),
         (
-            {"role": "user", "content": [{"type": "image", "path": "/etc/hostname"}]},
-            "messages[0].content[0]: image must be a base64 data: URI",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image", "image": [[0]]}]},
-            "messages[0].content[0]: image must be a base64 data: URI",
-        ),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "must have its image under one of"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png,xx"}]},
+            "user",
+            {"type": "image_url", "image_url": "data:image/png,xx"},
             "messages[0]['content'][0]: image must be a base64 data: URI",
         ),
         (
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}],
-            },
+            "user",
+            {"type": "image_url", "image_url": "data:image/png;base64,AAAA"},
             "image must be a file that Pillow can read, got 3 bytes",
         ),
-        (shows("go", picture(1), role="assistant"), "messages[0].content must be text"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "content must be text and images"),
+        ("user", {"type": "input_audio"}, "content must be text and images"),
+        ("assistant", part(picture(1)), "messages[0].content must be text"),
     ],
 )
-async def test_other_images_are_refused(message, error):
+async def test_other_images_are_refused(role, content, error):
     engine = engine_of()
-
+    messages = [{"role": role, "content": [content]}, user("go")]
     async with session_of(engine, processor=family(NAME)[1]) as session:
-        reply = await session.http_client.post(
-            "/chat/completions", json={"messages": [message, user("go")]}
-        )
+        reply = await session.http_client.post("/chat/completions", json={"messages": messages})
         assert (session.turns(), engine.calls) == ([], [])
     said = reply.json()["error"]
     assert reply.status_code == 400
@@ -232,22 +199,13 @@ async def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
     assert (said["param"], engine.calls) == ("messages", [])
 
 
-def test_models_of_text_refuse_images():
+async def test_models_of_text_refuse_images():
     engine = engine_of()
     asked = {"messages": [shows("what", picture(1))]}
-
-    async def play():
-        async with session_of(engine) as session:
-            plain = await session.http_client.post("/chat/completions", json=asked)
-        other = engine_of()
-        seeing = {"processor": family(NAME)[1], "models": {"judge": other}}
-        async with session_of(engine, **seeing) as session:
-            judge = await session.http_client.post(
-                "/chat/completions", json={**asked, "model": "judge"}
-            )
-        return plain, judge
-
-    for reply in asyncio.run(play()):
+    seeing = {"processor": family(NAME)[1], "models": {"judge": engine_of()}}
+    for options, body in (({}, asked), (seeing, {**asked, "model": "judge"})):
+        async with session_of(engine, **options) as session:
+            reply = await session.http_client.post("/chat/completions", json=body)
         assert reply.status_code == 400
         assert "processor=" in reply.json()["error"]["message"]
     assert not engine.calls

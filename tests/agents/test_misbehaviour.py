@@ -19,10 +19,11 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.collectors.runs import collecting
 from tests.idle_clock import LIMIT, Loop
 from tests.tiers import slow
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.engines import Completion
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -262,12 +263,12 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
     items = items_of(number, num_hang)
     engine = Engine([item["word"] for item in items])
     kinds = itertools.cycle([InProcess, InAThread])
-    collector = MultiTurnCollector(
+    collector = collecting(
         lambda: next(kinds)(),
         engine,
         items,
-        options=CollectorOptions(cycle=False),
-        episodes_per_batch=20,
+        n=20,
+        cycle=False,
         max_concurrency=32,
         max_consecutive_failures=number,
         max_staleness=10**6,

@@ -21,8 +21,10 @@ from torchrl_mt.engines import Completion  # noqa: E402
 
 from .helpers import (  # noqa: E402
     ask,
+    check_stream,
     client_of,
     counting_engine,
+    failing,
     gated_engine,
     ledger_of,
     ledger_of_engine,
@@ -113,42 +115,6 @@ async def test_limits_are_named_with_status_400(socket, stream):
         assert len(session.turns()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"extra_body": {"tempreature": 1}}, "tempreature"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"seed": 1.5}, "seed"),
-        ({"stop": [3]}, "stop"),
-        ({"tools": {"a": 1}}, "tools"),
-        ({"extra_body": {"chat_template_kwargs": 3}}, "chat_template_kwargs"),
-        ({"extra_body": {"reasoning_effort": 3}}, "reasoning_effort"),
-        ({"extra_body": {"messages": []}}, "messages"),
-        ({"extra_body": {"messages": [{"content": "x"}]}}, "messages"),
-        (
-            {"extra_body": {"messages": [{"role": "user", "content": [{"type": "image"}]}]}},
-            "messages",
-        ),
-        ({"extra_body": {"messages": [{"role": "assistant", "tool_calls": [3]}]}}, "messages"),
-    ],
-)
-async def test_what_cannot_be_done_is_named(options, name):
-    engine = counting_engine()
-
-    async with session_of(engine) as session:
-        with pytest.raises(openai.BadRequestError) as found:
-            await ask(client_of(session), [user("one")], **options)
-        assert name in str(found.value)
-        assert found.value.param == name
-    assert engine.calls == []
-
-
 async def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine():
     engine, asked = counting_engine(), []
     generate = engine.generate
@@ -186,16 +152,8 @@ async def test_a_stream_has_the_parts_of_the_whole(socket):
     async with session_of(counting_engine()) as session:
         client = client_of(session, socket=socket)
         whole = await ask(client, [user("one")])
-        stream = await ask(
-            client, [user("one")], stream=True, stream_options={"include_usage": True}
-        )
-        parts = [chunk async for chunk in stream]
+        await check_stream(client, [user("one")], whole)
         assert len(session.turns()) == 2
-    assert parts[-1].usage == whole.usage
-    assert all(part.usage is None for part in parts[:-1])
-    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
-    assert text == whole.choices[0].message.content
-    assert [part.choices[0].finish_reason for part in parts[:-1]] == [None, "stop"]
 
 
 async def test_tokens_in_tokens_out():
@@ -301,11 +259,7 @@ async def test_a_lost_reply_that_nobody_asks_for_again_is_no_turn():
 
 async def test_an_engine_that_fails_is_status_500_with_its_name():
     engine = counting_engine()
-
-    async def fail(*args, **kwargs):
-        raise OSError("the cable is out")
-
-    engine.generate = fail
+    engine.generate = failing(OSError("the cable is out"))
 
     async with session_of(engine) as session:
         with pytest.raises(openai.InternalServerError, match="OSError: the cable is out"):
@@ -354,20 +308,6 @@ def test_an_idle_session_ends_by_itself():
 
     with closing(Loop()) as loop:
         loop.run_until_complete(main())
-
-
-async def test_a_server_leaves_nothing_behind():
-    server = AgentServer(counting_engine())
-    async with server:
-        session = server.open()
-        await ask(client_of(session, socket=True), [user("one")])
-        port = server.port
-    assert session.is_closed
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    with pytest.raises(OSError):
-        await asyncio.open_connection("127.0.0.1", port)
-    with pytest.raises(RuntimeError, match="not running"):
-        server.open()
 
 
 @pytest.mark.parametrize(

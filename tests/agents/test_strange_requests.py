@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.chat.families import FAMILIES
+from tests.chat.families import QWEN3
 from tests.chat.families_in_play import stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples
 from torchrl_mt.chat.replies import ParsedReply
 
-from .helpers import counting_engine, ledger_of, ledger_of_engine, post, session_of, user
+from .helpers import counting_engine, failing, ledger_of, ledger_of_engine, post, session_of, user
 
 MESSAGES = b'"messages":[{"role":"user","content":"one"}]'
 
@@ -83,6 +83,23 @@ REFUSED = {
     "a mapping as content": (saying(content={"text": "one"}), "messages"),
     "a number as role": (saying(role=3), "messages"),
     "a role that the template refuses": (saying(role="wizard"), "messages"),
+    "several replies": (with_(b'"n":2'), "n"),
+    "log-probs": (with_(b'"logprobs":true'), "logprobs"),
+    "JSON mode": (with_(b'"response_format":{"type":"json_object"}'), "response_format"),
+    "a penalty": (with_(b'"presence_penalty":0.5'), "presence_penalty"),
+    "a misspelt field": (with_(b'"tempreature":1'), "tempreature"),
+    "a forced call": (with_(b'"tool_choice":"required"'), "tool_choice"),
+    "a temperature as text": (with_(b'"temperature":"hot"'), "temperature"),
+    "no length": (with_(b'"max_tokens":0'), "max_tokens"),
+    "a seed that is no integer": (with_(b'"seed":1.5'), "seed"),
+    "a number as stop string": (with_(b'"stop":[3]'), "stop"),
+    "a mapping as tools": (with_(b'"tools":{"a":1}'), "tools"),
+    "a number as variables": (with_(b'"chat_template_kwargs":3'), "chat_template_kwargs"),
+    "a number as effort": (with_(b'"reasoning_effort":3'), "reasoning_effort"),
+    "no messages": (b'{"messages":[]}', "messages"),
+    "no role": (b'{"messages":[{"content":"x"}]}', "messages"),
+    "an image without its data": (saying(content=[{"type": "image"}]), "messages"),
+    "a number as call": (saying(role="assistant", tool_calls=[3]), "messages"),
 }
 
 
@@ -161,8 +178,6 @@ fields = [
     "max_tokens",
     "seed",
     "n",
-]
-fields += [
     "temperature",
     "top_p",
     "chat_template_kwargs",
@@ -200,11 +215,10 @@ def test_any_request_is_a_turn_or_an_error_by_name(requests, kind):
 @pytest.mark.parametrize("depth", [30, 150, 400, 3000])
 async def test_a_reply_as_nested_as_one_likes(depth):
     """A model under training samples anything, also what no parser can go down into."""
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    tokenizer = tokenizer_of(family)
+    tokenizer = tokenizer_of(QWEN3)
     value = '{"a":' * depth + "1" + "}" * depth
     said = f'<tool_call>{{"name": "look", "arguments": {value}}}</tool_call>'
-    text = said + stop_of(family, {"role": "assistant", "content": said})
+    text = said + stop_of(QWEN3, {"role": "assistant", "content": said})
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
 
@@ -246,11 +260,7 @@ async def test_arguments_that_are_equal_in_python_only_are_a_fork():
 
 async def test_an_error_says_which_field_the_engine_refused():
     engine = counting_engine()
-
-    async def refuse(prompt_ids, **sampling):
-        raise ValueError("top_p must be in (0, 1], got 2.")
-
-    engine.generate = refuse
+    engine.generate = failing(ValueError("top_p must be in (0, 1], got 2."))
 
     async with session_of(engine) as session:
         body = {"messages": [user("one")], "top_p": 2}
