@@ -15,8 +15,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.collectors.runs import collecting
 from tests.idle_clock import LIMIT, hang
-from torchrl_mt.collectors import CollectorOptions, LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.collectors import LimitReached, Limits
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
 
@@ -227,18 +228,19 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
         max_episode_tokens=rng.choice([None, 12]),
         turn_timeout=LIMIT,
     )
-    collector = MultiTurnCollector(
+    collector = collecting(
         RandomWorkflow(rng),
         engine,
         [{"task_id": k} for k in range(ITEMS)],
-        episodes_per_batch=2 * size,
+        n=2 * size,
         group_size=size,
         max_concurrency=rng.choice([1, 4, 9]),
         limits=limits,
         max_retries=rng.choice([0, 2]),
         max_consecutive_failures=10**6,
         max_staleness=rng.choice([None, 1]),
-        options=CollectorOptions(incomplete_groups=incomplete, cycle=False),
+        incomplete_groups=incomplete,
+        cycle=False,
         dump_dir=tmp_path,
     )
 

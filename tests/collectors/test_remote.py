@@ -41,15 +41,10 @@ OPTIONS = {"episodes_per_batch": 4, "limits": Limits(max_turns=2)}
 
 
 @pytest.fixture(scope="module")
-def ray():
-    ray = pytest.importorskip("ray", reason="needs ray: pip install 'torchrl-mt[ray]'")
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
-    )
+def ray(ray_cluster):
     # The actors need not find this module: what is in it travels by value.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield ray
-    ray.shutdown()
+    ray_cluster.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return ray_cluster
 
 
 def versions(batch):

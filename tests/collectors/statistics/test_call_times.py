@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.statistics import call_times, episode_counts
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -131,11 +131,11 @@ def test_who_waits_long_says_once_what_for(tokenizer, where, what, staleness, ca
         wait_until(lambda: collector.stats()["waiting/longest"] > longest)
         gate.append(1)
 
-    with MultiTurnCollector(
+    with collecting(
         Workflow() if where == "workflow" else lambda: Slow(where, gate),
         engine,
         ({"k": k} for k in itertools.count()),
-        episodes_per_batch=2,
+        n=2,
         max_staleness=staleness,
         max_concurrency=2,
         total_episodes=2,
