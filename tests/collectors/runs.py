@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from threading import Thread
 from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
 
+from tests.waiting import PATIENCE
 from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 
 _RARE = [field.name for field in fields(CollectorOptions)]
@@ -45,12 +49,29 @@ def failed_run(match: str, *args: Any, **options: Any) -> tuple[BaseException, d
     return caught.value.__cause__, collector.stats()
 
 
+@contextmanager
+def beside(*functions: Callable[[], Any]) -> Iterator[None]:
+    """Call functions in threads of their own meanwhile; in the end they have returned."""
+    threads = [Thread(target=each, daemon=True) for each in functions]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
 def balanced(stats: dict[str, Any], running: int | None = None) -> bool:
     """Whether each episode that started is accepted, rejected or runs; if asked, so many run."""
     known = stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
     return known and running in (None, stats["running"])
 
 
-def oldest_version(batch: TensorDictBase) -> int:
-    """The oldest weights that sampled a token of a batch."""
-    return min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
+def lists(batch: TensorDictBase, *key: str) -> list[list[Any]]:
+    """Tokens and the like of a batch, turn for turn."""
+    return [values.tolist() for values in batch.get(key, as_list=True)]
+
+
+def versions_in(batch: TensorDictBase) -> set[int]:
+    """Of the weights that sampled a token of a batch."""
+    return {version for turn in lists(batch, "versions", "response") for version in turn}

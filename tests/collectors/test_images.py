@@ -24,6 +24,7 @@ from tests.collectors.pictures import (
     text_part,
     user,
 )
+from tests.collectors.runs import lists
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
@@ -82,8 +83,7 @@ def test_the_engine_gets_the_images_of_each_prompt(family):
     assert new_images(batch) == [(image,) for image in shown]
     assert all(isinstance(new, tuple) for new in new_images(batch))
     assert batch["turn", "parent"].tolist() == [-1, 0, 1, 2]
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
-    assert [p.tolist() for p in prompts] == [prompt for prompt, _ in engine.calls]
+    assert lists(batch, "tokens", "prompt") == [prompt for prompt, _ in engine.calls]
 
 
 def threads_of_preparation(monkeypatch):

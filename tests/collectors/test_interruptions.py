@@ -12,13 +12,12 @@ import threading
 import time
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import balanced, collecting, first_batch, oldest_version
+from tests.collectors.runs import balanced, beside, collecting, first_batch, versions_in
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
@@ -573,14 +572,8 @@ def test_ctrl_c_in_an_evaluation_leaves_the_training_alone(engine):
 
 def test_evaluations_may_run_at_once(engine):
     with collecting(Chat, engine, items(2), n=2) as collector:
-        threads = [
-            threading.Thread(target=collector.evaluate, args=(items(5, sleep=0.02),))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with beside(*[lambda: collector.evaluate(items(5, sleep=0.02))] * 3):
+            pass
         stats = collector.stats()
     assert (stats["eval/started"], stats["eval/accepted"]) == (15, 15)
 
@@ -693,13 +686,11 @@ def test_a_state_is_one_moment_s(engine):
                     given = state["items"]["following"] - len(state["items"]["open"])
                     states.append((state["counts"]["accepted"], given))
 
-            looking = threading.Thread(target=look)
-            looking.start()
-            for k, _ in enumerate(collector):
-                if k > 200 and len(states) > 10:
-                    break
-            stop.set()
-            looking.join()
+            with beside(look):
+                for k, _ in enumerate(collector):
+                    if k > 200 and len(states) > 10:
+                        break
+                stop.set()
     finally:
         sys.setswitchinterval(switching)
     assert all(accepted == given for accepted, given in states)
@@ -729,7 +720,7 @@ def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
     assert collector.policy_version == state["policy_version"] == 3
     _, collector, batch = run(state)
     assert collector.policy_version == collector.get_policy_version() == 6
-    assert set(torch.cat(list(batch.get(("versions", "response"), as_list=True))).tolist()) == {5}
+    assert versions_in(batch) == {5}
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
         f"{k}.jsonl" for k in range(6)
     ]
@@ -792,7 +783,7 @@ def test_a_collector_is_true_and_takes_weights_by_any_of_torchrls_names(engine):
         collector.update_policy_weights_(weights={"a": 1})
         collector.update_policy_weights_(weights_dict={"policy": {"a": 1}}, worker_ids=[0])
         assert collector.policy_version == 3
-        assert oldest_version(next(batches)) == 3
+        assert min(versions_in(next(batches))) == 3
         with pytest.raises(TypeError, match="once"):
             collector.update_policy_weights_({"a": 1}, policy={"a": 2})
         collector.set_postproc(lambda batch: batch[:1])

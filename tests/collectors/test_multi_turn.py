@@ -12,7 +12,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import balanced, collecting, failed_run, first_batch, run_of
+from tests.collectors.runs import balanced, collecting, failed_run, first_batch, lists, run_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import hang
 from tests.tiers import first_fast
@@ -91,11 +91,9 @@ def test_limits_end_an_episode_as_truncated(guesser, limits, reason, turns):
         assert episode["stop_reason"][turns - 1] == reason
         assert episode["next", "truncated"].tolist() == [[False]] * (turns - 1) + [[True]]
         assert not episode["next", "terminated"].any()
-        prompts = episode.get(("tokens", "prompt"), as_list=True)
-        responses = episode.get(("tokens", "response"), as_list=True)
         if limits.max_episode_tokens:
-            longest = len(prompts[-1]) + len(responses[-1])
-            assert longest <= limits.max_episode_tokens
+            prompt, response = (lists(episode, "tokens", n)[-1] for n in ("prompt", "response"))
+            assert len(prompt) + len(response) <= limits.max_episode_tokens
 
 
 def test_group_members_meet_the_same_secret(tokenizer):
@@ -244,10 +242,9 @@ def test_with_the_real_engine(model, tokenizer):
     assert stats["accepted"] == 40
     with torch.no_grad():
         for prompt, response, log_probs in zip(
-            *(
-                batch.get(key, as_list=True)
-                for key in [("tokens", "prompt"), ("tokens", "response"), ("log_probs", "response")]
-            ),
+            batch.get(("tokens", "prompt"), as_list=True),
+            batch.get(("tokens", "response"), as_list=True),
+            batch.get(("log_probs", "response"), as_list=True),
             strict=True,
         ):
             row = torch.cat([prompt, response])[None]

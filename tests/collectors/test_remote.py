@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 from torchrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
+from tests.collectors.runs import versions_in
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -47,22 +48,18 @@ def ray(ray_cluster):
     return ray_cluster
 
 
-def versions(batch):
-    return set(torch.cat(batch.get(("versions", "response"), as_list=True)).tolist())
-
-
 def test_a_collector_in_an_actor_is_iterated_and_updated(ray):
     collector = MultiTurnCollector.as_remote(LIGHT).remote(
         GuessNumber, make_engine, total_episodes=12, **OPTIONS
     )
     first = ray.get(collector.next.remote())
     assert len(first[TRAJ].unique()) == 4
-    assert versions(first) == {0}
+    assert versions_in(first) == {0}
     ray.get(collector.update_policy_weights_.remote(make_model(1)[0].state_dict()))
     assert ray.get(collector.get_policy_version.remote()) == 1
-    assert versions(ray.get(collector.next.remote())) == {1}
+    assert versions_in(ray.get(collector.next.remote())) == {1}
     ray.get(collector.increment_version.remote())
-    assert versions(ray.get(collector.next.remote())) == {2}
+    assert versions_in(ray.get(collector.next.remote())) == {2}
     assert ray.get(collector.next.remote()) is None
     stats = ray.get(collector.stats.remote())
     assert stats["accepted"] == stats["started"] == 12
@@ -132,9 +129,9 @@ def test_rays_scheme_brings_weights_to_an_actor(ray):
     registered = collector.register_scheme_receiver.remote({"policy": scheme})
     scheme.connect()
     ray.get(registered)
-    assert versions(ray.get(collector.next.remote())) == {1}
+    assert versions_in(ray.get(collector.next.remote())) == {1}
     scheme.send(trained)
-    assert versions(ray.get(collector.next.remote())) == {2}
+    assert versions_in(ray.get(collector.next.remote())) == {2}
     ray.get(collector.shutdown.remote())
     scheme.shutdown()
 
@@ -146,7 +143,7 @@ def collect(scheme, asked, answers):
         while asked.get(timeout=PATIENCE):
             batch = collector.next()
             weights = torch.cat([p.detach().flatten() for p in collector.engine.model.parameters()])
-            answers.put((sorted(versions(batch)), weights.sum().item()))
+            answers.put((sorted(versions_in(batch)), weights.sum().item()))
 
 
 def test_weights_come_to_a_collector_of_another_process():

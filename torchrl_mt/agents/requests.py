@@ -155,7 +155,7 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
     """
     known = _CHAT | ({"n", "logprobs"} if several else set())
     common = _read_common(body, known)
-    messages = body.get("messages")
+    messages: Any = body.get("messages")
     _require(_is_list(messages) and messages, "messages must be a list of messages", messages)
     for k, message in enumerate(messages):
         has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)

@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.collectors.runs import beside
 from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.collectors.items.items import Item, Items
@@ -346,11 +347,8 @@ def test_threads_share_items():
                 taken.append(item)
             items.done(item.ticket)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with beside(*[work] * 4):
+        pass
     assert sorted(ticket for ticket, _ in taken) == list(range(200))
     assert Counter(value for _, value in taken) == dict.fromkeys(range(100), 2)
 

@@ -16,7 +16,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
 from tests.collectors.chats import Once
-from tests.collectors.runs import balanced, collecting, first_batch
+from tests.collectors.runs import balanced, beside, collecting, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
@@ -355,10 +355,7 @@ def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
 
     make = resolve(factory)
     players = []
-    threads = [threading.Thread(target=lambda: players.append(make())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with beside(*[lambda: players.append(make())] * 4):
+        pass
     assert len({id(player._loader_items) for player in players}) == 1
     assert len({id(player) for player in players}) == 4

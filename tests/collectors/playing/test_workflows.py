@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.llm import ChatEnv
 
-from tests.collectors.runs import balanced, collecting, failed_run, first_batch
+from tests.collectors.runs import balanced, collecting, failed_run, first_batch, lists
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import Limits, context
 from torchrl_mt.collectors.playing.env_factory import resolve
@@ -62,8 +62,7 @@ def test_results_are_rewards(engine, result, rewards):
     assert batch["stop_reason"][2] == "done"
     assert stats["forks"] == 0
     # The ledger is the engine's.
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
-    assert sorted(p.tolist() for p in prompts) == sorted(p for p, _ in engine.calls)
+    assert sorted(lists(batch, "tokens", "prompt")) == sorted(p for p, _ in engine.calls)
 
 
 def test_entries_of_a_tensordict_are_kept(engine):
@@ -132,7 +131,7 @@ def test_token_ids_may_come_in_any_sequence(engine, kind):
             return 1.0
 
     batch, _ = first_batch(Asks(), engine)
-    assert batch.get(("tokens", "prompt"), as_list=True)[0].tolist() == [1, 2]
+    assert lists(batch, "tokens", "prompt")[0] == [1, 2]
     assert [type(token) for token in engine.calls[0][0]] == [int, int]
 
 
@@ -155,11 +154,7 @@ def test_prompts_that_do_not_go_on_are_forks(engine):
             return [0.0, 0.0, 1.0]
 
     batch, stats = first_batch(Agents(), engine)
-    assert [p.tolist()[:2] for p in batch.get(("tokens", "prompt"), as_list=True)] == [
-        [1, 2],
-        [8, 9],
-        [1, 2],
-    ]
+    assert [p[:2] for p in lists(batch, "tokens", "prompt")] == [[1, 2], [8, 9], [1, 2]]
     assert stats["forks"] == len(MergeTurns()(batch)) - 1 == 1
 
 
@@ -175,13 +170,8 @@ def test_calls_at_once_are_turns_in_the_order_they_began(tokenizer):
             return [1.0, 2.0, 3.0]
 
     batch, _ = first_batch(AtOnce(), Slowest(tokenizer, lambda prompt: [prompt[0], 4]))
-    assert [p.tolist() for p in batch.get(("tokens", "prompt"), as_list=True)] == [
-        [1, 1],
-        [2, 1],
-        [3, 1],
-    ]
-    responses = batch.get(("tokens", "response"), as_list=True)
-    assert [r.tolist() for r in responses] == [[1, 4], [2, 4], [3, 4]]
+    assert lists(batch, "tokens", "prompt") == [[1, 1], [2, 1], [3, 1]]
+    assert lists(batch, "tokens", "response") == [[1, 4], [2, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import collecting
+from tests.collectors.runs import collecting, versions_in
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples, first_fast
 from tests.waiting import PATIENCE, wait_until
@@ -172,8 +172,7 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
         for k, times in enumerate(updates):
             batch = next(batches)
             run.delivered(size)
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            assert oldest >= begun_by[k]
+            assert min(versions_in(batch)) >= begun_by[k]
             if min(updates) > 0:
                 most = max(updates[:k], default=1)
                 assert collector.stats()["staleness/max"] <= (staleness + 1) * most - 1
@@ -281,8 +280,8 @@ def test_nothing_older_than_the_maximum_is_delivered_and_no_item_is_lost(
         cycle=False,
     ) as collector:
         for batch, times in zip(collector, itertools.cycle(updates), strict=False):
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            assert engine.version - oldest == collector.stats()["staleness/max"] <= staleness
+            age = engine.version - min(versions_in(batch))
+            assert age == collector.stats()["staleness/max"] <= staleness
             seen.update({item["k"]: 0 for item in batch["data"]})
             ends = batch["next", "done"].flatten()
             sizes.update(batch["group"][ends].tolist())
@@ -331,8 +330,7 @@ def test_in_the_background_nothing_older_is_written(tokenizer):
 
     class Buffer(ReplayBuffer):
         def extend(self, batch):
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            ages.append(engine.version - oldest)
+            ages.append(engine.version - min(versions_in(batch)))
             return super().extend(batch)
 
     rng = random.Random(0)
