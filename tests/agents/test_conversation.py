@@ -129,7 +129,7 @@ def check_dialogues(data):
 
 
 def calling(family, *questions):
-    """What a family's model samples to call a tool, once per question."""
+    """An engine of a family whose model calls a tool, once per question; and what it samples."""
     tokenizer = tokenizer_of(family)
     said = {
         "role": "assistant",
@@ -138,9 +138,12 @@ def calling(family, *questions):
         # A prompt that opens the thoughts has them.
         **({"reasoning_content": "so"} if family.opens else {}),
     }
-    text = family.say(said) + stop_of(family, said)
+    return saying(tokenizer, family.say(said) + stop_of(family, said))
+
+
+def saying(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer, ids
+    return ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]}), ids
 
 
 WITH_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls]
@@ -150,8 +153,8 @@ WITH_PARALLEL_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls a
 @pytest.mark.parametrize("family", WITH_CALLS)
 @pytest.mark.parametrize("echo", ["same", "rewritten", "another value"])
 async def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo):
-    tokenizer, ids = calling(family, "x")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(family, "x")
+    tokenizer = engine.tokenizer
 
     async with session_of(engine) as session:
         client = client_of(session)
@@ -183,8 +186,7 @@ async def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo
 
 @pytest.mark.parametrize("family", WITH_PARALLEL_CALLS)
 async def test_parallel_calls_stay_several(family):
-    tokenizer, ids = calling(family, "x", "y")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(family, "x", "y")
 
     async with session_of(engine) as session:
         completion = await ask(client_of(session), [user("q")], tools=[LOOK])
@@ -195,8 +197,7 @@ async def test_parallel_calls_stay_several(family):
 
 async def test_a_streamed_message_is_the_message():
     """Content, calls, finish reason and usage, for a family with thoughts and calls."""
-    tokenizer, ids = calling(QWEN3, "x", "y")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(QWEN3, "x", "y")
 
     async with session_of(engine) as session:
         client = client_of(session)
@@ -226,9 +227,8 @@ async def test_a_streamed_message_is_the_message():
     "said", ["<tool_call>{", "[1]", "{x:1}", '<tool_call>{"name": 3}</tool_call>']
 )
 async def test_what_does_not_parse_is_plain_content(said):
-    tokenizer, _ = calling(QWEN3, "x")
-    ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    tokenizer = tokenizer_of(QWEN3)
+    engine, _ = saying(tokenizer, said + tokenizer.eos_token)
 
     async with session_of(engine) as session:
         completion = await ask(client_of(session), [user("q")], tools=[LOOK])
@@ -296,13 +296,14 @@ async def test_a_question_asked_again_takes_no_credit_from_the_line_that_goes_on
 
 async def test_a_tokenizer_that_does_not_give_back_its_ids_makes_one_row():
     """Sampled tokens that spell a word in two ways stay as they were sampled."""
-    tokenizer, whole = calling(QWEN3, "abcabc")
+    engine, whole = calling(QWEN3, "abcabc")
+    tokenizer = engine.tokenizer
     text = tokenizer.decode(whole[:-1])
     split = [i for letter in text for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
     ids = [*split, whole[-1]]
     if tokenizer(text, add_special_tokens=False)["input_ids"] == split:
         pytest.skip("this tokenizer knows letters only")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine.rule = lambda prompt: list(ids)
 
     async with session_of(engine) as session:
         client, messages = client_of(session), [user("q")]
@@ -354,12 +355,7 @@ def test_the_effort_of_reasoning_is_a_variable_of_the_template():
 
 async def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
     """Kimi writes ids itself; the Agents SDK refuses one that it has seen."""
-    tokenizer = tokenizer_of(KIMI_K2)
-    said = {"role": "assistant", "content": "", "tool_calls": [call("look", q="x")]}
-    ids = tokenizer(KIMI_K2.say(said) + stop_of(KIMI_K2, said), add_special_tokens=False)[
-        "input_ids"
-    ]
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(KIMI_K2, "x")
 
     async with session_of(engine) as session:
         messages, given = [user("q")], []
@@ -372,7 +368,7 @@ async def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
         assert [turn.parent for turn in session.turns()] == [-1, 0, 1]
     assert given[0] == "functions.look:0"
     assert len(set(given)) == 3
-    last = tokenizer.decode(engine.calls[-1][0])
+    last = engine.tokenizer.decode(engine.calls[-1][0])
     assert last.count("functions.look:0") == 4  # Two calls as sampled, and their results.
     assert given[1] not in last
 

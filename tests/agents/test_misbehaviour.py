@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.collectors.runs import collecting
+from tests.collectors.runs import beside, collecting
 from tests.idle_clock import LIMIT, Loop
 from tests.tiers import slow
 from tests.waiting import wait_until
@@ -282,9 +282,7 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops[0]).result()
         loops[0].jump()
 
-    waiting = threading.Thread(target=let_time_pass)
-    with collector:
-        waiting.start()
+    with beside(let_time_pass), collector:
         for batch in collector:
             for step in batch.unbind(0):
                 item = step["data"]
@@ -302,7 +300,6 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
                 }
                 assert found == {item["word"]}
         stats = collector.stats()
-    waiting.join()
     assert stats["started"] == stats["accepted"] + stats["rejected"] == number
     given, accepted = Counter(item["kind"] for item in items), Counter(accepted.values())
     causes = Counter({"episode_timeout": num_hang})

@@ -28,20 +28,6 @@ from torchrl_mt.transforms import MergeTurns
 from .scripted import ScriptedEngine
 
 FORK = multiprocessing.get_context("fork")
-FIELDS = [
-    "task_id",
-    "group",
-    "sample_idx",
-    "seqlen",
-    "prompt_len",
-    "head_version",
-    "tail_version",
-    "reward",
-    "stop_reason",
-    "messages",
-    "prompt",
-    "completion",
-]
 
 
 def answer(tokens: list[int], version: int = 0) -> Completion:
@@ -128,7 +114,6 @@ def test_text_is_the_very_tokens(tokenizer, tmp_path):
     ]
     EpisodeDump(tmp_path, tokenizer).write([Episode(None, 4, 9, turns, StopReason.DONE)])
     (line,) = read(tmp_path / "5.jsonl")
-    assert set(FIELDS) <= set(line)
     assert line["prompt"] == "guess 1 to 16"
     assert line["completion"] == " 1 <end> to 16"
     assert line["prompt"] + line["completion"] == tokenizer.decode(

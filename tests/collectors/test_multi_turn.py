@@ -5,18 +5,25 @@ import contextlib
 import dataclasses
 import random
 import threading
-from concurrent.futures import Future
 
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import balanced, collecting, failed_run, first_batch, lists, run_of
+from tests.collectors.runs import (
+    balanced,
+    beside,
+    collecting,
+    failed_run,
+    first_batch,
+    lists,
+    run_of,
+)
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import hang
 from tests.tiers import first_fast
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -373,19 +380,18 @@ def test_shutdown_waits_no_longer_than_it_is_told(guesser):
                     await hang()
 
     collector = collecting(Stubborn, guesser, [{"turns": 1}])
-    caller = Future()
+    told = []
 
     def iterate():
-        try:
+        with pytest.raises(RuntimeError, match="shut down") as caught:
             next(iter(collector))
-        except RuntimeError as error:
-            caller.set_result(str(error))
+        told.append(caught.value)
 
-    threading.Thread(target=iterate, daemon=True).start()
-    wait_until(lambda: guesser.calls)
-    with pytest.raises(TimeoutError, match=r"within timeout=0.1 seconds"):
-        collector.shutdown(timeout=0.1)
-    assert "shut down" in caller.result(PATIENCE)
+    with beside(iterate):
+        wait_until(lambda: guesser.calls)
+        with pytest.raises(TimeoutError, match=r"within timeout=0.1 seconds"):
+            collector.shutdown(timeout=0.1)
+    assert told
 
 
 def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
@@ -395,8 +401,7 @@ def test_a_shutdown_from_elsewhere_tells_the_caller(guesser):
         wait_until(lambda: len(guesser.calls) == 2)
         collector.shutdown()
 
-    threading.Thread(target=shut_down, daemon=True).start()
-    with pytest.raises(RuntimeError, match="the collector was shut down"):
+    with beside(shut_down), pytest.raises(RuntimeError, match="the collector was shut down"):
         next(iter(collector))
     assert balanced(collector.stats(), running=0)
 

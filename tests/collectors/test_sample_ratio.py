@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, SliceSampler
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import collecting
+from tests.collectors.runs import beside, collecting
 from tests.collectors.test_pages import code_of
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import (
@@ -239,11 +239,9 @@ def test_shutdown_wakes_both_sides(engine):
             buffer.sample()
         ended.append(str(caught.value))
 
-    learner = threading.Thread(target=draw, daemon=True)
-    learner.start()
-    wait_until(lambda: collector.stats()["rate/waiting_sampler"] > 0)
-    collector.shutdown()
-    learner.join(PATIENCE)
+    with beside(draw):
+        wait_until(lambda: collector.stats()["rate/waiting_sampler"] > 0)
+        collector.shutdown()
     assert "the collector has ended" in ended[0]
 
 

@@ -222,7 +222,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             self._dump = dump = EpisodeDump(dump_dir, self._player.tokenizer)
             self._counts.on_reject = lambda episodes, why: dump.record(episodes, rejected=why)
         self._progress: Any = None
-        """The progress bar of the last iteration."""
+        """The progress bar of an iteration, from its first batch on."""
         self._warn_of_cuts = CutWarning()
         self._updating = False
         self._push_seconds = 0.0
@@ -249,12 +249,6 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 "the collector yields nothing: its total_episodes=%d are all accepted. Make a new one.",
                 self.total_episodes,
             )
-        self._progress = tqdm(
-            total=None if self.total_episodes < 0 else self.total_episodes,
-            initial=self._counts.accepted,
-            unit="ep",
-            disable=not self.options.progress,
-        )
         try:
             while (size := self._next_batch_size()) > 0:
                 if self.rate_limit is not None:
@@ -270,7 +264,9 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                     continue
                 yield batch
         finally:
-            self._progress.close()
+            if self._progress is not None:
+                self._progress.close()
+                self._progress = None
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the event loop of the episodes."""
@@ -306,6 +302,10 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         if self._dump is not None:
             self._dump.record(episodes)
         if self.options.progress:
+            if self._progress is None:
+                total = None if self.total_episodes < 0 else self.total_episodes
+                before = self._counts.accepted - len(episodes)
+                self._progress = tqdm(total=total, initial=before, unit="ep")
             facts = {
                 "reward": f"{_mean_reward(episodes):.3g}",
                 "rejected": self._counts.count("rejected"),

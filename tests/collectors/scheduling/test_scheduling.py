@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import balanced, collecting, first_batch
+from tests.collectors.runs import balanced, collecting, failed_run, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import examples
@@ -113,26 +113,14 @@ def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, group_size):
-    with (
-        collecting(
-            Chat,
-            engine,
-            [{"fail_at": 1, "error": OSError()}] * 3,
-            n=4,
-            group_size=group_size,
-            incomplete_groups="requeue",
-        ) as collector,
-        pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
-    ):
-        next(iter(collector))
+    data = [{"fail_at": 1, "error": OSError()}] * 3
+    options = {"n": 4, "group_size": group_size, "incomplete_groups": "requeue"}
+    failed_run(r"3[2-4] episodes in a row", Chat, engine, data, **options)
 
 
 def test_a_run_that_accepts_nothing_stops(engine):
-    with (
-        collecting(Chat, engine, n=4, accept=lambda td: False) as collector,
-        pytest.raises(RuntimeError, match=r"32 episodes in a row were rejected.*not_accepted"),
-    ):
-        next(iter(collector))
+    match = r"32 episodes in a row were rejected.*not_accepted"
+    failed_run(match, Chat, engine, n=4, accept=lambda td: False)
 
 
 @pytest.mark.parametrize(
