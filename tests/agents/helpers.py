@@ -105,3 +105,23 @@ def ledger_of_engine(engine: ScriptedEngine) -> list[tuple[list[int], list[int],
     return [
         (prompt, list(answer.token_ids), list(answer.log_probs)) for prompt, answer in engine.calls
     ]
+
+
+async def check_stream(client: Any, messages: Any, whole: Any) -> None:
+    """The parts of a stream are those of the whole completion of the same messages."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = [part async for part in await ask(client, messages, **options)]
+    assert parts[-1].usage == whole.usage
+    assert all(part.usage is None for part in parts[:-1])
+    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
+    assert text == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts[:-1]] == [None, "stop"]
+
+
+def failing(error: BaseException) -> Any:
+    """What an engine's ``generate`` is where every call fails."""
+
+    async def generate(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return generate

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import threading
 import urllib.error
 import urllib.request
 
-import psutil
 import pytest
 
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.collectors.runs import first_batch  # noqa: E402
 from torchrl_mt.agents import Agent  # noqa: E402
-from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
+from torchrl_mt.collectors import Limits  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
-from .helpers import counting_engine, gated_engine, user  # noqa: E402
+from .helpers import counting_engine, failing, gated_engine, user  # noqa: E402
 
 
 class Talks:
@@ -61,11 +59,7 @@ class TalksInAThread:
 def batch_of(agent, turns=3, *, engine=None, episodes=2, **options):
     engine = engine or counting_engine()
     options.setdefault("max_consecutive_failures", 1)
-    with MultiTurnCollector(
-        agent, engine, [{"turns": turns}], episodes_per_batch=episodes, **options
-    ) as collector:
-        batch = next(iter(collector))
-        return batch, collector.stats()
+    return first_batch(agent, engine, [{"turns": turns}], n=episodes, **options)
 
 
 def rewards(batch):
@@ -127,11 +121,6 @@ def test_an_agent_may_decline():
     assert len(batch) == 6
 
 
-def test_an_agent_that_asks_nothing_is_rejected():
-    with pytest.raises(RuntimeError, match="must call the engine at least once"):
-        batch_of(Talks(), turns=0)
-
-
 @pytest.mark.parametrize("agent", [Talks(), TalksInAThread()])
 def test_a_limit_that_is_let_through_truncates_the_episode(agent):
     batch, stats = batch_of(agent, turns=5, episodes=1, limits=Limits(max_turns=2))
@@ -141,26 +130,9 @@ def test_a_limit_that_is_let_through_truncates_the_episode(agent):
     assert stats["stop/max_turns"] == 1
 
 
-def test_a_limit_that_is_dealt_with_gives_its_reward():
-    class Stops(Talks):
-        async def run(self, data, **connection):
-            try:
-                return await super().run(data, **connection)
-            except openai.BadRequestError as error:
-                return 0.5 if error.code == "limit_reached" else None
-
-    batch, stats = batch_of(Stops(), turns=5, episodes=1, limits=Limits(max_turns=2))
-    assert rewards(batch) == [0, 0.5]
-    assert stats["stop/max_turns"] == 1
-
-
 def test_an_error_of_the_engine_is_the_cause():
     engine = counting_engine()
-
-    async def fail(*args, **kwargs):
-        raise OSError("the cable is out")
-
-    engine.generate = fail
+    engine.generate = failing(OSError("the cable is out"))
     with pytest.raises(RuntimeError, match="OSError: the cable is out"):
         batch_of(Talks(), engine=engine)
 
@@ -186,28 +158,6 @@ def test_an_agent_may_have_the_session():
     assert isinstance(Looks(), Agent)
 
 
-def test_a_factory_may_make_an_agent():
-    batch, _ = batch_of(lambda: Talks())
-    assert len(batch) == 6
-
-
-def test_models_beside_the_policy():
-    judge = counting_engine()
-
-    class Judged(Talks):
-        async def run(self, data, *, base_url, api_key, http_client):
-            body = {"model": "judge", "messages": [user("one")]}
-            await http_client.post("/chat/completions", json=body)
-            return await super().run(
-                data, base_url=base_url, api_key=api_key, http_client=http_client
-            )
-
-    options = CollectorOptions(agents=AgentOptions(models={"judge": judge}))
-    batch, _ = batch_of(Judged(), episodes=1, options=options)
-    assert len(batch) == 3
-    assert len(judge.calls) == 1
-
-
 def test_calls_that_are_still_running_at_the_end_are_cancelled():
     engine = gated_engine()
 
@@ -226,45 +176,3 @@ def test_calls_that_are_still_running_at_the_end_are_cancelled():
     batch, _ = batch_of(agent, engine=engine, episodes=1)
     assert len(batch) == 1
     assert engine.cancelled == 1
-
-
-def test_a_key_is_worth_nothing_after_its_episode():
-    found = {}
-
-    class Remembers(Talks):
-        async def run(self, data, *, base_url, api_key, http_client):
-            found[data["turns"]] = base_url, api_key
-            return await super().run(
-                data, base_url=base_url, api_key=api_key, http_client=http_client
-            )
-
-    with MultiTurnCollector(
-        Remembers(), counting_engine(), [{"turns": 1}], episodes_per_batch=1
-    ) as c:
-        next(iter(c))
-        base_url, api_key = found[1]
-        request = urllib.request.Request(
-            f"{base_url}/chat/completions", b"{}", {"Authorization": f"Bearer {api_key}"}
-        )
-        with pytest.raises(urllib.error.HTTPError, match="409"):
-            urllib.request.urlopen(request)
-
-
-def test_nothing_is_left_after_shutdown():
-    process = psutil.Process()
-    batch_of(TalksInAThread())  # What is imported once may open what it likes.
-    gc.collect()
-    before = {t for t in threading.enumerate() if "torchrl_mt" in t.name}, process.net_connections()
-    batch_of(TalksInAThread())
-    gc.collect()
-    after = {t for t in threading.enumerate() if "torchrl_mt" in t.name}, process.net_connections()
-    assert after[0] <= before[0]
-    listening = [c for c in after[1] if c.status in ("LISTEN", "ESTABLISHED")]
-    assert listening == [c for c in before[1] if c.status in ("LISTEN", "ESTABLISHED")]
-
-
-def test_processes_of_environments_run_no_agents():
-    with pytest.raises(TypeError, match="env_workers runs environments"):
-        MultiTurnCollector(
-            Talks, counting_engine(), episodes_per_batch=1, options=CollectorOptions(env_workers=1)
-        )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("httpx", reason="agents need the extra [agents]")
 
-from tests.chat.families import FAMILIES
+from tests.chat.families import FAMILIES, KIMI_K2, QWEN3
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples, few_or_many
@@ -129,7 +129,7 @@ def check_dialogues(data):
 
 
 def calling(family, *questions):
-    """What a family's model samples to call a tool, once per question."""
+    """An engine of a family whose model calls a tool, once per question; and what it samples."""
     tokenizer = tokenizer_of(family)
     said = {
         "role": "assistant",
@@ -138,9 +138,12 @@ def calling(family, *questions):
         # A prompt that opens the thoughts has them.
         **({"reasoning_content": "so"} if family.opens else {}),
     }
-    text = family.say(said) + stop_of(family, said)
+    return saying(tokenizer, family.say(said) + stop_of(family, said))
+
+
+def saying(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer, ids
+    return ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]}), ids
 
 
 WITH_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls]
@@ -149,32 +152,29 @@ WITH_PARALLEL_CALLS = [pytest.param(f, id=f.name) for f in FAMILIES if f.calls a
 
 @pytest.mark.parametrize("family", WITH_CALLS)
 @pytest.mark.parametrize("echo", ["same", "rewritten", "another value"])
-def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo):
-    tokenizer, ids = calling(family, "x")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+async def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo):
+    engine, _ = calling(family, "x")
+    tokenizer = engine.tokenizer
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            messages = [user("q")]
-            completion = await ask(client, messages, tools=[LOOK])
-            message = completion.choices[0].message.model_dump(exclude_none=True)
-            assert completion.choices[0].finish_reason == "tool_calls"
-            (call,) = message["tool_calls"]
-            arguments = json.loads(call["function"]["arguments"])
-            if echo == "rewritten":
-                message.pop("reasoning_content", None)
-                call["function"]["arguments"] = json.dumps(
-                    dict(reversed(arguments.items())), indent=3
-                )
-                call["id"] = "id-of-the-client"
-            elif echo == "another value":
-                call["function"]["arguments"] = json.dumps({**arguments, "q": "y"})
-            result = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
-            await ask(client, [*messages, message, result], tools=[LOOK])
-            return [turn.parent for turn in session.turns()], ledger_of(session)
-
-    parents, ((prompt, answer, _), (longer, _, _)) = asyncio.run(main())
+    async with session_of(engine) as session:
+        client = client_of(session)
+        messages = [user("q")]
+        completion = await ask(client, messages, tools=[LOOK])
+        message = completion.choices[0].message.model_dump(exclude_none=True)
+        assert "content" not in message
+        assert completion.choices[0].finish_reason == "tool_calls"
+        (call,) = message["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        if echo == "rewritten":
+            message.pop("reasoning_content", None)
+            call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=3)
+            call["id"] = "id-of-the-client"
+        elif echo == "another value":
+            call["function"]["arguments"] = json.dumps({**arguments, "q": "y"})
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "found"}
+        await ask(client, [*messages, message, result], tools=[LOOK])
+        parents = [turn.parent for turn in session.turns()]
+        (prompt, answer, _), (longer, _, _) = ledger_of(session)
     if echo == "another value":
         assert parents == [-1, -1]
     else:
@@ -185,36 +185,25 @@ def test_echoed_calls_are_one_row_and_another_value_is_a_fork(family, echo):
 
 
 @pytest.mark.parametrize("family", WITH_PARALLEL_CALLS)
-def test_parallel_calls_stay_several(family):
-    tokenizer, ids = calling(family, "x", "y")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+async def test_parallel_calls_stay_several(family):
+    engine, _ = calling(family, "x", "y")
 
-    async def main():
-        async with session_of(engine) as session:
-            completion = await ask(client_of(session), [user("q")], tools=[LOOK])
-            return completion.choices[0].message.tool_calls
-
-    calls = asyncio.run(main())
+    async with session_of(engine) as session:
+        completion = await ask(client_of(session), [user("q")], tools=[LOOK])
+        calls = completion.choices[0].message.tool_calls
     assert [json.loads(call.function.arguments)["q"] for call in calls] == ["x", "y"]
     assert len({call.id for call in calls}) == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_streamed_message_is_the_message(stream):
+async def test_a_streamed_message_is_the_message():
     """Content, calls, finish reason and usage, for a family with thoughts and calls."""
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    tokenizer, ids = calling(family, "x", "y")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(QWEN3, "x", "y")
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            whole = await ask(client, [user("q")], tools=[LOOK])
-            options = {"tools": [LOOK], "stream_options": {"include_usage": True}}
-            parts = [part async for part in await ask(client, [user("q")], stream=True, **options)]
-            return whole, parts
-
-    whole, parts = asyncio.run(main())
+    async with session_of(engine) as session:
+        client = client_of(session)
+        whole = await ask(client, [user("q")], tools=[LOOK])
+        options = {"tools": [LOOK], "stream_options": {"include_usage": True}}
+        parts = [part async for part in await ask(client, [user("q")], stream=True, **options)]
     message = whole.choices[0].message
     deltas = [part.choices[0].delta for part in parts if part.choices]
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
@@ -237,24 +226,19 @@ def test_a_streamed_message_is_the_message(stream):
 @pytest.mark.parametrize(
     "said", ["<tool_call>{", "[1]", "{x:1}", '<tool_call>{"name": 3}</tool_call>']
 )
-def test_what_does_not_parse_is_plain_content(said):
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    tokenizer, _ = calling(family, "x")
-    ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+async def test_what_does_not_parse_is_plain_content(said):
+    tokenizer = tokenizer_of(QWEN3)
+    engine, _ = saying(tokenizer, said + tokenizer.eos_token)
 
-    async def main():
-        async with session_of(engine) as session:
-            completion = await ask(client_of(session), [user("q")], tools=[LOOK])
-            return completion.choices[0]
-
-    choice = asyncio.run(main())
+    async with session_of(engine) as session:
+        completion = await ask(client_of(session), [user("q")], tools=[LOOK])
+        choice = completion.choices[0]
     assert choice.message.content == said
     assert not choice.message.tool_calls
     assert choice.finish_reason == "stop"
 
 
-def test_a_parser_of_ones_own():
+async def test_a_parser_of_ones_own():
     engine = counting_engine()
 
     def parse(text):
@@ -263,21 +247,14 @@ def test_a_parser_of_ones_own():
         call = {"type": "function", "function": {"name": "f", "arguments": {"word": text}}}
         return ParsedReply("", tool_calls=[call])
 
-    async def main():
-        async with session_of(engine, tool_parser=parse) as session:
-            client, found = client_of(session), []
-            for text in ("one", "one two", "one two three", "one two three four"):
-                choice = (await ask(client, [user(text)])).choices[0]
-                calls = choice.message.tool_calls
-                found.append(calls[0].function.arguments if calls else choice.message.content)
-            return found
-
-    assert sorted(asyncio.run(main())) == [
-        "one",
-        '{"word": "four"}',
-        '{"word": "three"}',
-        '{"word": "two"}',
-    ]
+    async with session_of(engine, tool_parser=parse) as session:
+        client, found = client_of(session), []
+        for text in ("one", "one two", "one two three", "one two three four"):
+            choice = (await ask(client, [user(text)])).choices[0]
+            calls = choice.message.tool_calls
+            found.append(calls[0].function.arguments if calls else choice.message.content)
+    others = [f'{{"word": "{word}"}}' for word in ("four", "three", "two")]
+    assert sorted(found) == ["one", *others]
 
 
 def test_content_in_any_form_is_the_same():
@@ -289,72 +266,61 @@ def test_content_in_any_form_is_the_same():
     )
 
 
-def test_parallel_calls_of_one_session_are_branches():
+async def test_parallel_calls_of_one_session_are_branches():
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            first = (await ask(client, [user("one")])).choices[0].message
-            await asyncio.gather(
-                *(ask(client, [user("one"), first, user(word)]) for word in WORDS),
-                ask(client, [user("two")]),
-            )
-            return [turn.parent for turn in session.turns()]
-
-    assert asyncio.run(main()) == [-1, 0, 0, 0, 0, -1]
+    async with session_of(engine) as session:
+        client = client_of(session)
+        first = (await ask(client, [user("one")])).choices[0].message
+        await asyncio.gather(
+            *(ask(client, [user("one"), first, user(word)]) for word in WORDS),
+            ask(client, [user("two")]),
+        )
+        assert [turn.parent for turn in session.turns()] == [-1, 0, 0, 0, 0, -1]
 
 
-def test_a_question_asked_again_takes_no_credit_from_the_line_that_goes_on():
+async def test_a_question_asked_again_takes_no_credit_from_the_line_that_goes_on():
     """The same answer twice; the agent goes on with the line that it had begun before."""
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            messages = [user("one")]
-            for _ in range(2):
-                messages += [(await post(session, messages))["choices"][0]["message"], user("two")]
-            await post(session, messages[:1])
-            last = await post(session, messages)
-            calls = export_interactions(session)
-            return [turn.parent for turn in session.turns()], calls[last["id"]].parent_id, [*calls]
-
-    parents, before, ids = asyncio.run(main())
-    assert parents == [-1, 0, -1, 1]
-    assert before == ids[1]
+    async with session_of(engine) as session:
+        messages = [user("one")]
+        for _ in range(2):
+            messages += [(await post(session, messages))["choices"][0]["message"], user("two")]
+        await post(session, messages[:1])
+        last = await post(session, messages)
+        calls = export_interactions(session)
+        assert [turn.parent for turn in session.turns()] == [-1, 0, -1, 1]
+        assert calls[last["id"]].parent_id == [*calls][1]
 
 
-def test_a_tokenizer_that_does_not_give_back_its_ids_makes_one_row():
+async def test_a_tokenizer_that_does_not_give_back_its_ids_makes_one_row():
     """Sampled tokens that spell a word in two ways stay as they were sampled."""
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    tokenizer, whole = calling(family, "abcabc")
+    engine, whole = calling(QWEN3, "abcabc")
+    tokenizer = engine.tokenizer
     text = tokenizer.decode(whole[:-1])
     split = [i for letter in text for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
     ids = [*split, whole[-1]]
     if tokenizer(text, add_special_tokens=False)["input_ids"] == split:
         pytest.skip("this tokenizer knows letters only")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine.rule = lambda prompt: list(ids)
 
-    async def main():
-        async with session_of(engine) as session:
-            client, messages = client_of(session), [user("q")]
-            for _ in range(4):
-                message = (await ask(client, messages, tools=[LOOK])).choices[0].message
-                (call,) = message.tool_calls
-                result = {"role": "tool", "tool_call_id": call.id, "content": "found"}
-                messages += [message, result]
-            return [turn.parent for turn in session.turns()], ledger_of(session)
-
-    parents, ledger = asyncio.run(main())
-    assert parents == [-1, 0, 1, 2]
-    line = []
+    async with session_of(engine) as session:
+        client, messages = client_of(session), [user("q")]
+        for _ in range(4):
+            message = (await ask(client, messages, tools=[LOOK])).choices[0].message
+            (call,) = message.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "found"}
+            messages += [message, result]
+        assert [turn.parent for turn in session.turns()] == [-1, 0, 1, 2]
+        ledger, line = ledger_of(session), []
     for prompt, answer, _ in ledger:
         assert prompt[: len(line)] == line
         assert answer == ids
         line = [*prompt, *answer]
 
 
-def test_tokens_encoded_grow_with_the_episode_and_not_with_its_square(monkeypatch):
+async def test_tokens_encoded_grow_with_the_episode_and_not_with_its_square(monkeypatch):
     from torchrl_mt.chat.encoding import RenderedTextEncoder
 
     encoded = [0]
@@ -369,17 +335,14 @@ def test_tokens_encoded_grow_with_the_episode_and_not_with_its_square(monkeypatc
         monkeypatch.setattr(RenderedTextEncoder, name, count)
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            messages = [user("one")]
-            await post(session, messages)
-            encoded[0] = 0
-            for _ in range(128):
-                body = await post(session, messages)
-                messages += [body["choices"][0]["message"], user("two one three")]
-            return ledger_of(session)[-1]
-
-    prompt, answer, _ = asyncio.run(main())
+    async with session_of(engine) as session:
+        messages = [user("one")]
+        await post(session, messages)
+        encoded[0] = 0
+        for _ in range(128):
+            body = await post(session, messages)
+            messages += [body["choices"][0]["message"], user("two one three")]
+        prompt, answer, _ = ledger_of(session)[-1]
     assert encoded[0] <= 1.1 * (len(prompt) + len(answer))
 
 
@@ -390,38 +353,29 @@ def test_the_effort_of_reasoning_is_a_variable_of_the_template():
     assert read_chat(body).template_kwargs == {"reasoning_effort": "high", "x": 1}
 
 
-def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
+async def test_an_id_that_the_model_uses_again_is_a_new_one_for_the_client():
     """Kimi writes ids itself; the Agents SDK refuses one that it has seen."""
-    family = next(family for family in FAMILIES if family.name == "Kimi K2")
-    tokenizer = tokenizer_of(family)
-    said = {"role": "assistant", "content": "", "tool_calls": [call("look", q="x")]}
-    ids = tokenizer(family.say(said) + stop_of(family, said), add_special_tokens=False)["input_ids"]
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, _ = calling(KIMI_K2, "x")
 
-    async def main():
-        async with session_of(engine) as session:
-            messages, given = [user("q")], []
-            for k in range(3):
-                reply = await post(session, messages, tools=[LOOK])
-                message = reply["choices"][0]["message"]
-                given.append(message["tool_calls"][0]["id"])
-                result = {"role": "tool", "tool_call_id": given[-1], "content": f"found {k}"}
-                messages += [message, result]
-            return given, [turn.parent for turn in session.turns()]
-
-    given, parents = asyncio.run(main())
+    async with session_of(engine) as session:
+        messages, given = [user("q")], []
+        for k in range(3):
+            reply = await post(session, messages, tools=[LOOK])
+            message = reply["choices"][0]["message"]
+            given.append(message["tool_calls"][0]["id"])
+            result = {"role": "tool", "tool_call_id": given[-1], "content": f"found {k}"}
+            messages += [message, result]
+        assert [turn.parent for turn in session.turns()] == [-1, 0, 1]
     assert given[0] == "functions.look:0"
     assert len(set(given)) == 3
-    assert parents == [-1, 0, 1]
-    last = tokenizer.decode(engine.calls[-1][0])
+    last = engine.tokenizer.decode(engine.calls[-1][0])
     assert last.count("functions.look:0") == 4  # Two calls as sampled, and their results.
     assert given[1] not in last
 
 
-def test_the_cost_of_messages_that_are_new_is_linear():
+async def test_the_cost_of_messages_that_are_new_is_linear():
     """A client may come with thousands: they must not hold up the others."""
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    chats = ChatTokensCache(tokenizer_of(family), ChatOptions())
+    chats = ChatTokensCache(tokenizer_of(QWEN3), ChatOptions())
 
     def messages(number):
         for k in range(number):
@@ -442,9 +396,6 @@ def test_the_cost_of_messages_that_are_new_is_linear():
         assert results == calls == [f"call{k:05}" for k in range(number)]
         return next(events)
 
-    async def main():
-        await cost_of(1)  # What is made once.
-        return [await cost_of(number) for number in (50, 100, 200)]
-
-    few, more, many = asyncio.run(main())
+    await cost_of(1)  # What is made once.
+    few, more, many = [await cost_of(number) for number in (50, 100, 200)]
     assert many - more < 2.5 * (more - few)

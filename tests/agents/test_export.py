@@ -9,13 +9,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import few_or_many
 from torchrl_mt.agents import export_interactions
 from torchrl_mt.bridges.areal import read_result
 from torchrl_mt.collectors import (
     Episode,
-    MultiTurnCollector,
     StopReason,
     Turn,
     episodes_to_tensordict,
@@ -210,8 +210,7 @@ class TwoQuestions(TextEnv):
 
 def test_an_episode_and_its_tensordict_export_alike(tokenizer):
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    with MultiTurnCollector(TwoQuestions, engine, episodes_per_batch=2) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(TwoQuestions, engine, n=2)
     one = batch[batch["collector", "traj_ids"] == batch["collector", "traj_ids"][0]]
     found = export_interactions(one, discount=0.5)
     assert [call.reward for call in found.values()] == [3.5, 3.0]

@@ -20,9 +20,9 @@ from tests.chat.families import (  # noqa: E402
     QWEN25,
 )
 from tests.chat.families_in_play import call, lines, stop_of, tokenizer_of  # noqa: E402
+from tests.collectors.runs import first_batch, lists  # noqa: E402
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
-from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
 
 from .test_page import code  # noqa: E402
@@ -87,20 +87,13 @@ def played(agent, family, messages):
     answers = iter([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
     stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
     engine = ScriptedEngine(tokenizer, lambda prompt: next(answers), stops)
-    with MultiTurnCollector(
-        agent, engine, [DATA], episodes_per_batch=1, max_consecutive_failures=1
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(agent, engine, [DATA], max_consecutive_failures=1)
     assert next(answers, None) is None
-    recorded = zip(
-        batch.get(("tokens", "prompt"), as_list=True),
-        batch.get(("tokens", "response"), as_list=True),
-        batch.get(("log_probs", "response"), as_list=True),
-        strict=True,
-    )
-    for (prompt, answer), turn in zip(engine.calls, recorded, strict=True):
-        assert [each.tolist() for each in turn[:2]] == [prompt, list(answer.token_ids)]
-        assert turn[2].tolist() == pytest.approx(answer.log_probs)
+    prompts, sampled = zip(*engine.calls, strict=True)
+    assert lists(batch, "tokens", "prompt") == list(prompts)
+    assert lists(batch, "tokens", "response") == [list(each.token_ids) for each in sampled]
+    log_probs = [pytest.approx(each.log_probs) for each in sampled]
+    assert lists(batch, "log_probs", "response") == log_probs
     assert batch["next", "reward"].flatten().tolist() == [0.0, 0.0, 1.0]
     return batch, engine
 

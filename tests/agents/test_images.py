@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import random
 
@@ -11,7 +10,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.collectors.scripted import ScriptedEngine  # noqa: E402
+from tests.collectors.pictures import SeeingEngine  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
 from tests.vision.episodes import QWEN, family, random_image  # noqa: E402
 from torchrl_mt.agents import AgentServer, export_interactions, openai_client  # noqa: E402
@@ -29,20 +28,8 @@ from .helpers import ask, client_of, post, session_of, user  # noqa: E402
 NAME = "qwen2_5_vl"
 
 
-class SeeingEngine(ScriptedEngine):
-    """Remembers the images of every call."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer, lambda prompt: tokenizer("go<end>")["input_ids"])
-        self.images = []
-
-    async def generate(self, prompt_ids, *, images=(), **sampling):
-        self.images.append(list(images))
-        return await super().generate(prompt_ids, **sampling)
-
-
 def engine_of(name=NAME):
-    return SeeingEngine(family(name)[1].tokenizer)
+    return SeeingEngine(family(name)[1])
 
 
 def picture(seed):
@@ -76,24 +63,21 @@ def rendered(processor, messages):
 
 
 @pytest.mark.parametrize("name", first_fast(["llava", *QWEN]))
-def test_images_of_requests_reach_the_ledger(name):
+async def test_images_of_requests_reach_the_ledger(name):
     one, two = picture(1), picture(2)
     engine, processor = engine_of(name), family(name)[1]
 
-    async def play():
-        async with session_of(engine, processor=processor) as session:
-            client = client_of(session)
-            messages = [shows("what is", one, "?")]
-            reply = await ask(client, messages)
-            said = reply.choices[0].message
-            messages += [said.model_dump(exclude_none=True), shows(two, "left", one)]
-            await ask(client, messages)
-            await ask(client, [user("stop")])
-            return messages, session.turns(), reply
-
-    messages, turns, reply = asyncio.run(play())
+    async with session_of(engine, processor=processor) as session:
+        client = client_of(session)
+        messages = [shows("what is", one, "?")]
+        reply = await ask(client, messages)
+        said = reply.choices[0].message
+        messages += [said.model_dump(exclude_none=True), shows(two, "left", one)]
+        await ask(client, messages)
+        await ask(client, [user("stop")])
+        turns = session.turns()
     assert [turn.images for turn in turns] == [(one,), (one, two, one), ()]
-    assert engine.images == [[one], [one, two, one], []]
+    assert engine.images == [(one,), (one, two, one), ()]
     assert [list(turn.prompt_ids) for turn in turns] == [prompt for prompt, _ in engine.calls]
     assert list(turns[0].prompt_ids) == list(rendered(processor, messages[:1]))
     assert list(turns[1].prompt_ids) == list(rendered(processor, messages))
@@ -101,26 +85,23 @@ def test_images_of_requests_reach_the_ledger(name):
     assert reply.usage.prompt_tokens == len(turns[0].prompt_ids)
 
 
-def test_a_dialogue_with_another_image_is_another_dialogue():
+async def test_a_dialogue_with_another_image_is_another_dialogue():
     one, two = picture(1), picture(2)
     same = StoredImage.of(two.pil())  # The same pixels in other bytes.
     engine = engine_of()
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            said = (await post(session, [shows("what", one)]))["choices"][0]["message"]
-            for image in (one, two, same):
-                await post(session, [shows("what", image), said, user("go")])
-            return session.turns()
-
-    turns = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        said = (await post(session, [shows("what", one)]))["choices"][0]["message"]
+        for image in (one, two, same):
+            await post(session, [shows("what", image), said, user("go")])
+        turns = session.turns()
     assert [turn.parent for turn in turns] == [-1, 0, -1, -1]
     assert [len(turn.images) for turn in turns] == [1, 1, 1, 1]
     assert turns[1].images[0] is one
     assert turns[2].images[0] is two
 
 
-def test_streams_tools_and_several_texts():
+async def test_streams_tools_and_several_texts():
     one = picture(1)
     engine = engine_of()
     spread = {"role": "user", "content": [{"type": "text", "text": "what "}, part(one)]}
@@ -128,48 +109,25 @@ def test_streams_tools_and_several_texts():
     joined = shows("what ", one, "is this")
     assert identities(stored_images([spread])) == identities(stored_images([joined]))
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            stream = await ask(client_of(session), [spread], stream=True)
-            text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
-            said = {"role": "assistant", "content": text}
-            await post(session, [joined, said, shows("go", one)])
-            return session.turns()
-
-    turns = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        stream = await ask(client_of(session), [spread], stream=True)
+        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+        said = {"role": "assistant", "content": text}
+        await post(session, [joined, said, shows("go", one)])
+        turns = session.turns()
     assert [turn.parent for turn in turns] == [-1, 0]
     assert turns[1].images == (one, one)
 
 
-def test_retries_are_answered_from_the_record():
-    engine = engine_of()
-
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            body = {"messages": [shows("what", picture(1))]}
-            first = await session.http_client.post("/chat/completions", json=body)
-            again = await session.http_client.post(
-                "/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
-            )
-            return first.json(), again.json(), session.turns()
-
-    first, again, turns = asyncio.run(play())
-    assert first == again
-    assert (len(turns), len(engine.calls)) == (1, 1)
-
-
-def test_interactions_have_their_images():
+async def test_interactions_have_their_images():
     one, two = picture(1), picture(2)
 
-    async def play():
-        async with session_of(engine_of(), processor=family(NAME)[1]) as session:
-            messages = [shows("what", one)]
-            reply = await post(session, messages)
-            messages += [reply["choices"][0]["message"], shows("go", two)]
-            await post(session, messages)
-            return messages, session.transcript, export_interactions(session)
-
-    messages, transcript, calls = asyncio.run(play())
+    async with session_of(engine_of(), processor=family(NAME)[1]) as session:
+        messages = [shows("what", one)]
+        reply = await post(session, messages)
+        messages += [reply["choices"][0]["message"], shows("go", two)]
+        await post(session, messages)
+        transcript, calls = session.transcript, export_interactions(session)
     assert transcript[1]["request"]["messages"] == messages
     # Requests share the messages that they repeat.
     before, after = (entry["request"]["messages"][0] for entry in transcript)
@@ -181,113 +139,86 @@ def test_interactions_have_their_images():
 # Refusals
 
 
+NO_URI = "messages[0].content[0]: image must be a base64 data: URI"
+
+
 @pytest.mark.parametrize(
-    ("message", "error"),
+    ("role", "content", "error"),
     [
         (
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c"}}],
-            },
-            r"messages[0].content[0]: image_url must be a base64 data: URI",
+            "user",
+            {"type": "image_url", "image_url": {"url": "https://a.b/c"}},
+            "messages[0].content[0]: image_url must be a base64 data: URI",
         ),
         (
-            {"role": "user", "content": [{"type": "image_url", "image_url": "/etc/hostname"}]},
+            "user",
+            {"type": "image_url", "image_url": "/etc/hostname"},
             "got '/etc/hostname': nothing is downloaded and no file is opened for it",
         ),
+        ("user", {"type": "image", "path": "/etc/hostname"}, NO_URI),
+        ("user", {"type": "image", "image": [[0]]}, NO_URI),
+        ("user", {"type": "image_url"}, "must have its image under one of"),
         (
-            {"role": "user", "content": [{"type": "image", "path": "/etc/hostname"}]},
-            "messages[0].content[0]: image must be a base64 data: URI",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image", "image": [[0]]}]},
-            "messages[0].content[0]: image must be a base64 data: URI",
-        ),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "must have its image under one of"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png,xx"}]},
+            "user",
+            {"type": "image_url", "image_url": "data:image/png,xx"},
             "messages[0]['content'][0]: image must be a base64 data: URI",
         ),
         (
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}],
-            },
+            "user",
+            {"type": "image_url", "image_url": "data:image/png;base64,AAAA"},
             "image must be a file that Pillow can read, got 3 bytes",
         ),
-        (shows("go", picture(1), role="assistant"), "messages[0].content must be text"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "content must be text and images"),
+        ("user", {"type": "input_audio"}, "content must be text and images"),
+        ("assistant", part(picture(1)), "messages[0].content must be text"),
     ],
 )
-def test_other_images_are_refused(message, error):
+async def test_other_images_are_refused(role, content, error):
     engine = engine_of()
-
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            reply = await session.http_client.post(
-                "/chat/completions", json={"messages": [message, user("go")]}
-            )
-            return reply, session.turns()
-
-    reply, turns = asyncio.run(play())
+    messages = [{"role": role, "content": [content]}, user("go")]
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        reply = await session.http_client.post("/chat/completions", json={"messages": messages})
+        assert (session.turns(), engine.calls) == ([], [])
     said = reply.json()["error"]
     assert reply.status_code == 400
     assert error in said["message"]
     assert said["param"] == "messages"
-    assert (turns, engine.calls) == ([], [])
 
 
-def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
+async def test_huge_images_are_refused_before_they_are_decoded(monkeypatch):
     engine, shown = engine_of(), shows("what", picture(11))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 10)
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
     # Images in memory are known.
     monkeypatch.setattr(StoredImage, "_known", {})
 
-    async def play():
-        async with session_of(engine, processor=family(NAME)[1]) as session:
-            return await session.http_client.post("/chat/completions", json={"messages": [shown]})
-
-    reply = asyncio.run(play())
+    async with session_of(engine, processor=family(NAME)[1]) as session:
+        reply = await session.http_client.post("/chat/completions", json={"messages": [shown]})
     assert reply.status_code == 400
     said = reply.json()["error"]
     assert said["message"].startswith("messages[0]['content'][1]: image must have fewer pixels")
     assert (said["param"], engine.calls) == ("messages", [])
 
 
-def test_models_of_text_refuse_images():
+async def test_models_of_text_refuse_images():
     engine = engine_of()
     asked = {"messages": [shows("what", picture(1))]}
-
-    async def play():
-        async with session_of(engine) as session:
-            plain = await session.http_client.post("/chat/completions", json=asked)
-        other = engine_of()
-        seeing = {"processor": family(NAME)[1], "models": {"judge": other}}
-        async with session_of(engine, **seeing) as session:
-            judge = await session.http_client.post(
-                "/chat/completions", json={**asked, "model": "judge"}
-            )
-        return plain, judge
-
-    for reply in asyncio.run(play()):
+    seeing = {"processor": family(NAME)[1], "models": {"judge": engine_of()}}
+    for options, body in (({}, asked), (seeing, {**asked, "model": "judge"})):
+        async with session_of(engine, **options) as session:
+            reply = await session.http_client.post("/chat/completions", json=body)
         assert reply.status_code == 400
         assert "processor=" in reply.json()["error"]["message"]
     assert not engine.calls
 
 
-def test_a_processor_may_take_the_tokenizers_place():
+async def test_a_processor_may_take_the_tokenizers_place():
     _, processor = family(NAME)
 
-    async def play():
-        async with AgentServer(engine_of(), processor) as server:
-            session = server.open()
-            await post(session, [shows(picture(1))])
-            turns = session.turns()
-            await session.close()
-            return turns
-
-    (turn,) = asyncio.run(play())
+    async with AgentServer(engine_of(), processor) as server:
+        session = server.open()
+        await post(session, [shows(picture(1))])
+        (turn,) = session.turns()
+        await session.close()
     assert turn.images == (picture(1),)
     other = tiny_vl_model(NAME, "other words")[1]
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):

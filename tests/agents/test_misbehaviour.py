@@ -19,10 +19,11 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.collectors.runs import beside, collecting
 from tests.idle_clock import LIMIT, Loop
 from tests.tiers import slow
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.engines import Completion
 from torchrl_mt.testing import tiny_chat_tokenizer
 
@@ -262,12 +263,12 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
     items = items_of(number, num_hang)
     engine = Engine([item["word"] for item in items])
     kinds = itertools.cycle([InProcess, InAThread])
-    collector = MultiTurnCollector(
+    collector = collecting(
         lambda: next(kinds)(),
         engine,
         items,
-        options=CollectorOptions(cycle=False),
-        episodes_per_batch=20,
+        n=20,
+        cycle=False,
         max_concurrency=32,
         max_consecutive_failures=number,
         max_staleness=10**6,
@@ -281,9 +282,7 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops[0]).result()
         loops[0].jump()
 
-    waiting = threading.Thread(target=let_time_pass)
-    with collector:
-        waiting.start()
+    with beside(let_time_pass), collector:
         for batch in collector:
             for step in batch.unbind(0):
                 item = step["data"]
@@ -301,7 +300,6 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
                 }
                 assert found == {item["word"]}
         stats = collector.stats()
-    waiting.join()
     assert stats["started"] == stats["accepted"] + stats["rejected"] == number
     given, accepted = Counter(item["kind"] for item in items), Counter(accepted.values())
     causes = Counter({"episode_timeout": num_hang})

@@ -114,40 +114,9 @@ def test_a_judge_makes_no_turns():
     assert batch["next", "reward"].item() == 1.0
 
 
-def test_a_command_of_the_shell(tmp_path):
-    """The script with curl alone; the class that runs it has tests of its own."""
+def test_a_command_of_the_shell(tmp_path, monkeypatch):
     if shutil.which("curl") is None or shutil.which("sh") is None:
         pytest.skip("the script needs sh and curl")
-    engine = counting_engine()
-    (tmp_path / "ask.sh").write_text(code("Frameworks", language="sh"))
-
-    async def main():
-        async with AgentServer(engine) as server:
-            session = server.open("one two")
-            program = await asyncio.create_subprocess_exec(
-                "sh",
-                str(tmp_path / "ask.sh"),
-                env={"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-            out, _ = await program.communicate(b'"one two"')
-            await session.close()
-            return out, program.returncode, session
-
-    out, returncode, session = asyncio.run(main())
-    assert returncode == 0
-    assert b'"content":"' in out
-    ((prompt, _),) = engine.calls
-    assert "one two" in engine.tokenizer.decode(prompt)
-    said = session.transcript[0]["response"]["choices"][0]["message"]["content"]
-    run = {"ANSWERS": {"one two": said}, "AgentProgram": lambda *args, **options: None}
-    exec(code("Frameworks", number=2), run)
-    assert run["reward"]("one two", session.transcript, 0, "") == 1.0
-    assert run["reward"]("one two", session.transcript, 1, "") is None
-
-
-def test_a_command_of_the_shell_as_an_agent(tmp_path, monkeypatch):
     engine = counting_engine()
     (tmp_path / "ask.sh").write_text(code("Frameworks", language="sh"))
     monkeypatch.chdir(tmp_path)
@@ -155,9 +124,12 @@ def test_a_command_of_the_shell_as_an_agent(tmp_path, monkeypatch):
     exec(code("Frameworks", number=2), run)
     with few(run["agent"], engine, ["one"]) as collector:
         batch = next(iter(collector))
-    ((_, answer),) = engine.calls
+    ((prompt, answer),) = engine.calls
+    assert "one" in engine.tokenizer.decode(prompt)
     said = engine.tokenizer.decode(answer.token_ids[:-1])
     assert batch["next", "reward"].item() == float(said == "two")
+    transcript = [{"response": {"choices": [{"message": {"content": "two"}}]}}]
+    assert [run["reward"]("one", transcript, code, "") for code in (0, 1)] == [1.0, None]
 
 
 def test_the_server_without_a_collector(capsys):

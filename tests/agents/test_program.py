@@ -228,7 +228,7 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 @pytest.mark.slow
 @pytest.mark.parametrize("ignore", ["", IGNORE])
 @pytest.mark.parametrize("how", ["ends", "times out", "is cancelled", "is judged wrongly"])
-def test_a_program_ends_with_all_its_processes(tmp_path, short_grace, how, ignore):
+async def test_a_program_ends_with_all_its_processes(tmp_path, short_grace, how, ignore):
     file = tmp_path / "pid"
     hangs = how in ("times out", "is cancelled")
 
@@ -243,16 +243,12 @@ def test_a_program_ends_with_all_its_processes(tmp_path, short_grace, how, ignor
         timeout=3.0 if how == "times out" else None,
     )
 
-    async def main():
-        task = asyncio.ensure_future(play(agent))
-        if how == "is cancelled":
-            await asyncio.to_thread(pid_in, file)
-            task.cancel()
-        await asyncio.wait([task])
-        assert len(asyncio.all_tasks()) == 1
-        return task
-
-    task = asyncio.run(main())
+    task = asyncio.ensure_future(play(agent))
+    if how == "is cancelled":
+        await asyncio.to_thread(pid_in, file)
+        task.cancel()
+    await asyncio.wait([task])
+    assert len(asyncio.all_tasks()) == 1
     if how == "is cancelled":
         assert task.cancelled()
     else:
@@ -278,21 +274,18 @@ print(7, flush=True)
     ("script", "seconds", "said"),
     [("exec sleep 1000", 0.05, "7\n"), ("sleep 0.2; echo late", PATIENCE, "7\nlate\n")],
 )
-def test_output_that_a_process_outside_holds_open_is_waited_for_a_while(
+async def test_output_that_a_process_outside_holds_open_is_waited_for_a_while(
     monkeypatch, tmp_path, script, seconds, said
 ):
     monkeypatch.setattr(module, "_OUTPUT_SECONDS", seconds)
     file = tmp_path / "pid"
     code = OUTSIDE.format(script=script, file=str(file))
 
-    async def main():
-        before = file_descriptors()
-        (*_, stdout) = await play(AgentProgram(python(code), reward=everything))
-        assert stdout == said
-        await asyncio.sleep(0)
-        assert file_descriptors() == before
-
-    asyncio.run(main())
+    before = file_descriptors()
+    (*_, stdout) = await play(AgentProgram(python(code), reward=everything))
+    assert stdout == said
+    await asyncio.sleep(0)
+    assert file_descriptors() == before
     if lives(pid_in(file)):
         os.kill(pid_in(file), signal.SIGKILL)
 

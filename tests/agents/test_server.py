@@ -21,8 +21,10 @@ from torchrl_mt.engines import Completion  # noqa: E402
 
 from .helpers import (  # noqa: E402
     ask,
+    check_stream,
     client_of,
     counting_engine,
+    failing,
     gated_engine,
     ledger_of,
     ledger_of_engine,
@@ -34,28 +36,25 @@ SOCKETS = pytest.mark.parametrize("socket", [False, True], ids=["in-process", "s
 
 
 @SOCKETS
-def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(socket):
+async def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(socket):
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session, socket=socket)
-            messages = [user("one")]
-            for _ in range(3):
-                completion = await ask(client, messages)
-                messages += [completion.choices[0].message, user("two")]
-            assert session.completion_ids[-1] == completion.id
-            return ledger_of(session), [turn.parent for turn in session.turns()]
-
-    ledger, parents = asyncio.run(main())
+    async with session_of(engine) as session:
+        client = client_of(session, socket=socket)
+        messages = [user("one")]
+        for _ in range(3):
+            completion = await ask(client, messages)
+            messages += [completion.choices[0].message, user("two")]
+        assert session.completion_ids[-1] == completion.id
+        ledger = ledger_of(session)
+        assert [turn.parent for turn in session.turns()] == [-1, 0, 1]
     assert ledger == ledger_of_engine(engine)
-    assert parents == [-1, 0, 1]
     for (prompt, answer, _), (longer, _, _) in pairwise(ledger):
         assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
 
 
 @pytest.mark.parametrize("number_of_sessions", [8, slow(64)])
-def test_sessions_at_once_do_not_mix(number_of_sessions):
+async def test_sessions_at_once_do_not_mix(number_of_sessions):
     engine = counting_engine()
 
     async def play(server, number):
@@ -69,13 +68,10 @@ def test_sessions_at_once_do_not_mix(number_of_sessions):
         await session.close()
         return found
 
-    async def main():
-        async with AgentServer(engine) as server:
-            return await asyncio.gather(
-                *(play(server, number) for number in range(number_of_sessions))
-            )
-
-    ledgers = asyncio.run(main())
+    async with AgentServer(engine) as server:
+        ledgers = await asyncio.gather(
+            *(play(server, number) for number in range(number_of_sessions))
+        )
     assert [len(ledger) for ledger in ledgers] == [8] * number_of_sessions
     assert sorted(turn for ledger in ledgers for turn in ledger) == sorted(ledger_of_engine(engine))
     for ledger in ledgers:
@@ -85,86 +81,41 @@ def test_sessions_at_once_do_not_mix(number_of_sessions):
             line = [*prompt, *answer]
 
 
-def test_keys():
-    async def main():
-        async with AgentServer(counting_engine()) as server:
-            session, other = server.open(), server.open()
-            assert session.api_key != other.api_key
-            client = client_of(session)
-            await ask(client, [user("one")])
-            transport = httpx.AsyncHTTPTransport()
-            async with httpx.AsyncClient(transport=transport) as plain:
-                url = f"{session.base_url}/chat/completions"
-                for key in (b"", b"Bearer x", "Bearer sk-1-é".encode()):
-                    reply = await plain.post(url, json={}, headers={"Authorization": key})
-                    assert reply.status_code == 401
-                    assert set(reply.json()["error"]) >= {"message", "type", "param"}
-                await session.close()
-                key = {"Authorization": f"Bearer {session.api_key}"}
-                reply = await plain.post(url, json={}, headers=key)
-                assert reply.status_code == 409
-                assert (await plain.get(server.origin + "/health")).status_code == 200
-            assert len(session.turns()) == 1
-            await ask(client_of(other), [user("one")])
-
-    asyncio.run(main())
+async def test_keys():
+    async with AgentServer(counting_engine()) as server:
+        session, other = server.open(), server.open()
+        assert session.api_key != other.api_key
+        client = client_of(session)
+        await ask(client, [user("one")])
+        transport = httpx.AsyncHTTPTransport()
+        async with httpx.AsyncClient(transport=transport) as plain:
+            url = f"{session.base_url}/chat/completions"
+            for key in (b"", b"Bearer x", "Bearer sk-1-é".encode()):
+                reply = await plain.post(url, json={}, headers={"Authorization": key})
+                assert reply.status_code == 401
+                assert set(reply.json()["error"]) >= {"message", "type", "param"}
+            await session.close()
+            key = {"Authorization": f"Bearer {session.api_key}"}
+            reply = await plain.post(url, json={}, headers=key)
+            assert reply.status_code == 409
+            assert (await plain.get(server.origin + "/health")).status_code == 200
+        assert len(session.turns()) == 1
+        await ask(client_of(other), [user("one")])
 
 
 @SOCKETS
 @pytest.mark.parametrize("stream", [False, True])
-def test_limits_are_named_with_status_400(socket, stream):
-    async def main():
-        async with session_of(counting_engine(), limits=Limits(max_turns=1)) as session:
-            client = client_of(session, socket=socket)
-            await ask(client, [user("one")])
-            with pytest.raises(openai.BadRequestError, match="max_turns") as found:
-                await ask(client, [user("one")], stream=stream)
-            assert found.value.code == "limit_reached"
-            assert len(session.turns()) == 1
-
-    asyncio.run(main())
+async def test_limits_are_named_with_status_400(socket, stream):
+    async with session_of(counting_engine(), limits=Limits(max_turns=1)) as session:
+        client = client_of(session, socket=socket)
+        await ask(client, [user("one")])
+        with pytest.raises(openai.BadRequestError, match="max_turns") as found:
+            await ask(client, [user("one")], stream=stream)
+        assert found.value.code == "limit_reached"
+        assert len(session.turns()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"extra_body": {"tempreature": 1}}, "tempreature"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"seed": 1.5}, "seed"),
-        ({"stop": [3]}, "stop"),
-        ({"tools": {"a": 1}}, "tools"),
-        ({"extra_body": {"chat_template_kwargs": 3}}, "chat_template_kwargs"),
-        ({"extra_body": {"reasoning_effort": 3}}, "reasoning_effort"),
-        ({"extra_body": {"messages": []}}, "messages"),
-        ({"extra_body": {"messages": [{"content": "x"}]}}, "messages"),
-        (
-            {"extra_body": {"messages": [{"role": "user", "content": [{"type": "image"}]}]}},
-            "messages",
-        ),
-        ({"extra_body": {"messages": [{"role": "assistant", "tool_calls": [3]}]}}, "messages"),
-    ],
-)
-def test_what_cannot_be_done_is_named(options, name):
-    engine = counting_engine()
-
-    async def main():
-        async with session_of(engine) as session:
-            with pytest.raises(openai.BadRequestError) as found:
-                await ask(client_of(session), [user("one")], **options)
-            assert name in str(found.value)
-            assert found.value.param == name
-
-    asyncio.run(main())
-    assert engine.calls == []
-
-
-def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine():
+async def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine():
     engine, asked = counting_engine(), []
     generate = engine.generate
 
@@ -174,222 +125,175 @@ def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine
 
     engine.generate = note
 
-    async def main():
-        async with session_of(engine) as session:
-            await ask(
-                client_of(session),
-                [user("one")],
-                user="u",
-                metadata={"a": "b"},
-                store=False,
-                parallel_tool_calls=True,
-                tools=[],
-                n=1,
-                presence_penalty=0.0,
-                seed=3,
-                stop="two",
-                temperature=0.5,
-                top_p=0.9,
-                max_completion_tokens=5,
-            )
-
-    asyncio.run(main())
+    async with session_of(engine) as session:
+        await ask(
+            client_of(session),
+            [user("one")],
+            user="u",
+            metadata={"a": "b"},
+            store=False,
+            parallel_tool_calls=True,
+            tools=[],
+            n=1,
+            presence_penalty=0.0,
+            seed=3,
+            stop="two",
+            temperature=0.5,
+            top_p=0.9,
+            max_completion_tokens=5,
+        )
     assert asked == [
         {"max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["two"]}
     ]
 
 
 @SOCKETS
-def test_a_stream_has_the_parts_of_the_whole(socket):
-    async def main():
-        async with session_of(counting_engine()) as session:
-            client = client_of(session, socket=socket)
-            whole = await ask(client, [user("one")])
-            stream = await ask(
-                client, [user("one")], stream=True, stream_options={"include_usage": True}
-            )
-            parts = [chunk async for chunk in stream]
-            assert len(session.turns()) == 2
-            return whole, parts
-
-    whole, parts = asyncio.run(main())
-    assert parts[-1].usage == whole.usage
-    assert all(part.usage is None for part in parts[:-1])
-    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
-    assert text == whole.choices[0].message.content
-    assert [part.choices[0].finish_reason for part in parts[:-1]] == [None, "stop"]
+async def test_a_stream_has_the_parts_of_the_whole(socket):
+    async with session_of(counting_engine()) as session:
+        client = client_of(session, socket=socket)
+        whole = await ask(client, [user("one")])
+        await check_stream(client, [user("one")], whole)
+        assert len(session.turns()) == 2
 
 
-def test_tokens_in_tokens_out():
+async def test_tokens_in_tokens_out():
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            done = await client.completions.create(model="any", prompt=[3, 4, 5], max_tokens=7)
-            with pytest.raises(openai.BadRequestError, match="token ids"):
-                await client.completions.create(model="any", prompt="one")
-            assert session.completion_ids == [done.id]
-            return done.choices[0].model_extra["token_ids"], ledger_of(session)
-
-    token_ids, ((prompt, answer, _),) = asyncio.run(main())
-    assert (prompt, answer) == ([3, 4, 5], token_ids)
+    async with session_of(engine) as session:
+        client = client_of(session)
+        done = await client.completions.create(model="any", prompt=[3, 4, 5], max_tokens=7)
+        with pytest.raises(openai.BadRequestError, match="token ids"):
+            await client.completions.create(model="any", prompt="one")
+        assert session.completion_ids == [done.id]
+        ((prompt, answer, _),) = ledger_of(session)
+    assert (prompt, answer) == ([3, 4, 5], done.choices[0].model_extra["token_ids"])
 
 
-def test_models_beside_the_policy_make_no_turns():
+async def test_models_beside_the_policy_make_no_turns():
     engine, judge = counting_engine(), counting_engine()
 
-    async def main():
-        async with session_of(engine, models={"policy": engine, "judge": judge}) as session:
-            client = client_of(session)
-            assert [model.id async for model in client.models.list()] == ["policy", "judge"]
-            for name in ("judge", "any/name"):
-                assert (await client.models.retrieve(name)).id == name
-            for model in ("judge", "gpt-4o", "policy"):
-                await client.chat.completions.create(model=model, messages=[user("one")])
-            assert len(session.turns()) == 2
-            assert [entry["request"]["model"] for entry in session.transcript] == [
-                "judge",
-                "gpt-4o",
-                "policy",
-            ]
-
-    asyncio.run(main())
+    async with session_of(engine, models={"policy": engine, "judge": judge}) as session:
+        client = client_of(session)
+        assert [model.id async for model in client.models.list()] == ["policy", "judge"]
+        for name in ("judge", "any/name"):
+            assert (await client.models.retrieve(name)).id == name
+        for model in ("judge", "gpt-4o", "policy"):
+            await client.chat.completions.create(model=model, messages=[user("one")])
+        assert len(session.turns()) == 2
+        assert [entry["request"]["model"] for entry in session.transcript] == [
+            "judge",
+            "gpt-4o",
+            "policy",
+        ]
     assert (len(engine.calls), len(judge.calls)) == (2, 1)
 
 
 @SOCKETS
-def test_a_client_that_goes_away_cancels_its_call_and_leaves_no_turn(socket):
-    async def main():
-        engine = gated_engine()
-        async with session_of(engine) as session:
-            client = client_of(session, socket=socket, max_retries=0)
-            asking = asyncio.ensure_future(ask(client, [user("one")]))
-            await engine.asked.wait()
-            asking.cancel()
-            await asyncio.wait([asking])
-            await client.close()
-            while not engine.cancelled:
-                await asyncio.sleep(0.001)
-            assert session.turns() == []
-            assert session.transcript == []
-
-    asyncio.run(main())
+async def test_a_client_that_goes_away_cancels_its_call_and_leaves_no_turn(socket):
+    engine = gated_engine()
+    async with session_of(engine) as session:
+        client = client_of(session, socket=socket, max_retries=0)
+        asking = asyncio.ensure_future(ask(client, [user("one")]))
+        await engine.asked.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        await client.close()
+        while not engine.cancelled:
+            await asyncio.sleep(0.001)
+        assert session.turns() == []
+        assert session.transcript == []
 
 
 def retried(number):
     return {"x-stainless-retry-count": str(number)}
 
 
-def test_a_retry_is_answered_from_the_record_and_the_same_question_is_not():
+async def test_a_retry_is_answered_from_the_record_and_the_same_question_is_not():
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            first = await ask(client, [user("one")])
-            again = await ask(client, [user("one")], extra_headers=retried(1))
-            new = await ask(client, [user("one")])
-            assert first.id == again.id != new.id
-            assert first == again
-            assert len(session.turns()) == 2
-
-    asyncio.run(main())
+    async with session_of(engine) as session:
+        client = client_of(session)
+        first = await ask(client, [user("one")])
+        again = await ask(client, [user("one")], extra_headers=retried(1))
+        new = await ask(client, [user("one")])
+        assert first.id == again.id != new.id
+        assert first == again
+        assert len(session.turns()) == 2
     assert len(engine.calls) == 2
 
 
-def test_a_retry_joins_the_call_in_progress():
-    async def main():
-        engine = gated_engine()
-        async with session_of(engine) as session:
-            client = client_of(session)
-            first = asyncio.ensure_future(ask(client, [user("one")]))
-            await engine.asked.wait()
-            second = asyncio.ensure_future(
-                ask(client_of(session, socket=True), [user("one")], extra_headers=retried(1))
-            )
-            while session.num_waiting < 2:
-                await asyncio.sleep(0.001)
-            first.cancel()  # The other still waits.
-            engine.gate.set()
-            await second
-            assert engine.cancelled == 0
-            assert len(engine.calls) == len(session.turns()) == 1
-
-    asyncio.run(main())
+async def test_a_retry_joins_the_call_in_progress():
+    engine = gated_engine()
+    async with session_of(engine) as session:
+        client = client_of(session)
+        first = asyncio.ensure_future(ask(client, [user("one")]))
+        await engine.asked.wait()
+        second = asyncio.ensure_future(
+            ask(client_of(session, socket=True), [user("one")], extra_headers=retried(1))
+        )
+        while session.num_waiting < 2:
+            await asyncio.sleep(0.001)
+        first.cancel()  # The other still waits.
+        engine.gate.set()
+        await second
+        assert engine.cancelled == 0
+        assert len(engine.calls) == len(session.turns()) == 1
 
 
-def test_a_lost_reply_that_nobody_asks_for_again_is_no_turn():
-    async def main():
-        engine = gated_engine()
-        async with AgentServer(engine) as server:
-            session = server.open()
-            content = json.dumps({"messages": [user("one")]}).encode()
-            lost = session.call("chat", content)
-            engine.gate.set()
-            await lost.wait()
-            kept = session.call("chat", content)
-            await kept.wait()
-            kept.is_delivered = True
-            assert len(session.turns()) == 2
-            await session.close()
-            return session.turns(), kept.turn
-
-    turns, kept = asyncio.run(main())
-    assert len(turns) == 1
-    assert turns[0] is kept
+async def test_a_lost_reply_that_nobody_asks_for_again_is_no_turn():
+    engine = gated_engine()
+    async with AgentServer(engine) as server:
+        session = server.open()
+        content = json.dumps({"messages": [user("one")]}).encode()
+        lost = session.call("chat", content)
+        engine.gate.set()
+        await lost.wait()
+        kept = session.call("chat", content)
+        await kept.wait()
+        kept.is_delivered = True
+        assert len(session.turns()) == 2
+        await session.close()
+        (turn,) = session.turns()
+        assert turn is kept.turn
 
 
-def test_an_engine_that_fails_is_status_500_with_its_name():
+async def test_an_engine_that_fails_is_status_500_with_its_name():
     engine = counting_engine()
+    engine.generate = failing(OSError("the cable is out"))
 
-    async def fail(*args, **kwargs):
-        raise OSError("the cable is out")
-
-    engine.generate = fail
-
-    async def main():
-        async with session_of(engine) as session:
-            with pytest.raises(openai.InternalServerError, match="OSError: the cable is out"):
-                await ask(client_of(session), [user("one")])
-            assert isinstance(session.error, OSError)
-
-    asyncio.run(main())
+    async with session_of(engine) as session:
+        with pytest.raises(openai.InternalServerError, match="OSError: the cable is out"):
+            await ask(client_of(session), [user("one")])
+        assert isinstance(session.error, OSError)
 
 
-def test_sizes_and_numbers_are_bounded():
-    async def main():
-        engine = gated_engine()
-        async with session_of(engine, max_body_bytes=1000, max_requests=1) as session:
-            client = client_of(session, max_retries=0)
-            with pytest.raises(openai.APIStatusError, match="max_body_bytes=1000") as found:
-                await ask(client, [user("one " * 500)])
-            assert found.value.status_code == 413
-            first = asyncio.ensure_future(ask(client, [user("one")]))
-            await engine.asked.wait()
-            with pytest.raises(openai.APIStatusError, match="max_requests=1") as found:
-                await ask(client, [user("one")])
-            assert found.value.status_code == 503
-            engine.gate.set()
-            await first
-
-    asyncio.run(main())
+async def test_sizes_and_numbers_are_bounded():
+    engine = gated_engine()
+    async with session_of(engine, max_body_bytes=1000, max_requests=1) as session:
+        client = client_of(session, max_retries=0)
+        with pytest.raises(openai.APIStatusError, match="max_body_bytes=1000") as found:
+            await ask(client, [user("one " * 500)])
+        assert found.value.status_code == 413
+        first = asyncio.ensure_future(ask(client, [user("one")]))
+        await engine.asked.wait()
+        with pytest.raises(openai.APIStatusError, match="max_requests=1") as found:
+            await ask(client, [user("one")])
+        assert found.value.status_code == 503
+        engine.gate.set()
+        await first
 
 
-def test_what_is_no_json_and_what_is_no_route():
-    async def main():
-        async with session_of(counting_engine()) as session:
-            post = session.http_client.post
-            for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
-                reply = await post("/chat/completions", content=content)
-                assert reply.status_code == 400
-                assert "JSON" in reply.json()["error"]["message"]
-            reply = await post("/embeddings", json={})
-            assert reply.status_code == 404
-            assert reply.json()["error"]["message"] == "POST /v1/embeddings is not answered here."
-            assert (await session.http_client.get("/chat/completions")).status_code == 405
-
-    asyncio.run(main())
+async def test_what_is_no_json_and_what_is_no_route():
+    async with session_of(counting_engine()) as session:
+        post = session.http_client.post
+        for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+            reply = await post("/chat/completions", content=content)
+            assert reply.status_code == 400
+            assert "JSON" in reply.json()["error"]["message"]
+        reply = await post("/embeddings", json={})
+        assert reply.status_code == 404
+        assert reply.json()["error"]["message"] == "POST /v1/embeddings is not answered here."
+        assert (await session.http_client.get("/chat/completions")).status_code == 405
 
 
 def test_an_idle_session_ends_by_itself():
@@ -406,23 +310,6 @@ def test_an_idle_session_ends_by_itself():
         loop.run_until_complete(main())
 
 
-def test_a_server_leaves_nothing_behind():
-    async def main():
-        server = AgentServer(counting_engine())
-        async with server:
-            session = server.open()
-            await ask(client_of(session, socket=True), [user("one")])
-            port = server.port
-        assert session.is_closed
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", port)
-        with pytest.raises(RuntimeError, match="not running"):
-            server.open()
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -436,7 +323,7 @@ def test_options_out_of_range_are_named(options, match):
         AgentServer(counting_engine(), **options)
 
 
-def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
+async def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
     engine = counting_engine()
     tokenizer = engine.tokenizer
     sampled = tokenizer("one four two")["input_ids"]
@@ -447,15 +334,13 @@ def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
 
     engine.generate = generate
 
-    async def main():
-        async with session_of(engine) as session:
-            client = client_of(session)
-            choice = (await ask(client, [user("one")], stop=["three", "two"])).choices[0]
-            await ask(client, [user("one"), choice.message, user("four")])
-            done = await client.completions.create(model="any", prompt=[3], stop="two")
-            return choice, done.choices[0], ledger_of(session)
-
-    choice, text, ((prompt, answer, _), (longer, _, _), _) = asyncio.run(main())
+    async with session_of(engine) as session:
+        client = client_of(session)
+        choice = (await ask(client, [user("one")], stop=["three", "two"])).choices[0]
+        await ask(client, [user("one"), choice.message, user("four")])
+        done = await client.completions.create(model="any", prompt=[3], stop="two")
+        (prompt, answer, _), (longer, _, _), _ = ledger_of(session)
+        text = done.choices[0]
     assert engine.calls[0][1]["stop"] == ["three", "two"]
     assert choice.finish_reason == "stop"
     assert choice.message.content == text.text == "one four "

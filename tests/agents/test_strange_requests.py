@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.chat.families import FAMILIES
+from tests.chat.families import QWEN3
 from tests.chat.families_in_play import stop_of, tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples
 from torchrl_mt.chat.replies import ParsedReply
 
-from .helpers import counting_engine, ledger_of, ledger_of_engine, post, session_of, user
+from .helpers import counting_engine, failing, ledger_of, ledger_of_engine, post, session_of, user
 
 MESSAGES = b'"messages":[{"role":"user","content":"one"}]'
 
@@ -83,24 +83,38 @@ REFUSED = {
     "a mapping as content": (saying(content={"text": "one"}), "messages"),
     "a number as role": (saying(role=3), "messages"),
     "a role that the template refuses": (saying(role="wizard"), "messages"),
+    "several replies": (with_(b'"n":2'), "n"),
+    "log-probs": (with_(b'"logprobs":true'), "logprobs"),
+    "JSON mode": (with_(b'"response_format":{"type":"json_object"}'), "response_format"),
+    "a penalty": (with_(b'"presence_penalty":0.5'), "presence_penalty"),
+    "a misspelt field": (with_(b'"tempreature":1'), "tempreature"),
+    "a forced call": (with_(b'"tool_choice":"required"'), "tool_choice"),
+    "a temperature as text": (with_(b'"temperature":"hot"'), "temperature"),
+    "no length": (with_(b'"max_tokens":0'), "max_tokens"),
+    "a seed that is no integer": (with_(b'"seed":1.5'), "seed"),
+    "a number as stop string": (with_(b'"stop":[3]'), "stop"),
+    "a mapping as tools": (with_(b'"tools":{"a":1}'), "tools"),
+    "a number as variables": (with_(b'"chat_template_kwargs":3'), "chat_template_kwargs"),
+    "a number as effort": (with_(b'"reasoning_effort":3'), "reasoning_effort"),
+    "no messages": (b'{"messages":[]}', "messages"),
+    "no role": (b'{"messages":[{"content":"x"}]}', "messages"),
+    "an image without its data": (saying(content=[{"type": "image"}]), "messages"),
+    "a number as call": (saying(role="assistant", tool_calls=[3]), "messages"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
+async def test_what_is_refused(name):
     content, param = REFUSED[name]
     engine = counting_engine()
 
-    async def main():
-        async with session_of(engine) as session:
-            reply = await session.http_client.post("/chat/completions", content=content)
-            assert reply.status_code == 400
-            error = reply.json()["error"]
-            assert error["param"] == param
-            assert error["message"].endswith(".")
-            assert session.turns() == session.transcript == []
-
-    asyncio.run(main())
+    async with session_of(engine) as session:
+        reply = await session.http_client.post("/chat/completions", content=content)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == param
+        assert error["message"].endswith(".")
+        assert session.turns() == session.transcript == []
     assert engine.calls == []
 
 
@@ -114,26 +128,20 @@ ANSWERED = {
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_what_is_answered(name):
-    async def main():
-        async with session_of(counting_engine()) as session:
-            reply = await session.http_client.post("/chat/completions", content=ANSWERED[name])
-            assert reply.status_code == 200, reply.text
-            assert len(session.turns()) == 1
-
-    asyncio.run(main())
+async def test_what_is_answered(name):
+    async with session_of(counting_engine()) as session:
+        reply = await session.http_client.post("/chat/completions", content=ANSWERED[name])
+        assert reply.status_code == 200, reply.text
+        assert len(session.turns()) == 1
 
 
-def test_prompts_of_any_kind_of_tokens():
-    async def main():
-        async with session_of(counting_engine()) as session:
-            for prompt in ([True], [1.0], [[1], [2]], [], "one", {}, [[]], [None], None):
-                reply = await session.http_client.post("/completions", json={"prompt": prompt})
-                assert reply.status_code == 400
-                assert reply.json()["error"]["param"] == "prompt"
-            assert session.turns() == []
-
-    asyncio.run(main())
+async def test_prompts_of_any_kind_of_tokens():
+    async with session_of(counting_engine()) as session:
+        for prompt in ([True], [1.0], [[1], [2]], [], "one", {}, [[]], [None], None):
+            reply = await session.http_client.post("/completions", json={"prompt": prompt})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == "prompt"
+        assert session.turns() == []
 
 
 anything = st.recursive(
@@ -170,8 +178,6 @@ fields = [
     "max_tokens",
     "seed",
     "n",
-]
-fields += [
     "temperature",
     "top_p",
     "chat_template_kwargs",
@@ -207,74 +213,57 @@ def test_any_request_is_a_turn_or_an_error_by_name(requests, kind):
 
 
 @pytest.mark.parametrize("depth", [30, 150, 400, 3000])
-def test_a_reply_as_nested_as_one_likes(depth):
+async def test_a_reply_as_nested_as_one_likes(depth):
     """A model under training samples anything, also what no parser can go down into."""
-    family = next(family for family in FAMILIES if family.name.lower().startswith("qwen3"))
-    tokenizer = tokenizer_of(family)
+    tokenizer = tokenizer_of(QWEN3)
     value = '{"a":' * depth + "1" + "}" * depth
     said = f'<tool_call>{{"name": "look", "arguments": {value}}}</tool_call>'
-    text = said + stop_of(family, {"role": "assistant", "content": said})
+    text = said + stop_of(QWEN3, {"role": "assistant", "content": said})
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
 
-    async def main():
-        async with session_of(engine) as session:
-            messages = [user("q")]
-            for _ in range(2):
-                body = await post(session, messages)
-                messages += [body["choices"][0]["message"], user("on")]
-            return [turn.parent for turn in session.turns()]
-
-    assert asyncio.run(main()) == [-1, 0]
+    async with session_of(engine) as session:
+        messages = [user("q")]
+        for _ in range(2):
+            body = await post(session, messages)
+            messages += [body["choices"][0]["message"], user("on")]
+        assert [turn.parent for turn in session.turns()] == [-1, 0]
 
 
 @pytest.mark.parametrize("answer", [None, 3, ParsedReply(3), ParsedReply("", tool_calls=[{}])])
-def test_a_parser_that_returns_nonsense(answer):
+async def test_a_parser_that_returns_nonsense(answer):
     """It is named, the server goes on, and a call that was not answered is no turn."""
 
-    async def main():
-        async with session_of(counting_engine(), tool_parser=lambda text: answer) as session:
-            request = {"messages": [user("one")]}
-            reply = await session.http_client.post("/chat/completions", json=request)
-            answered = reply.status_code == 200
-            if not answered:
-                assert reply.status_code == 500
-                assert "error" in reply.json()
-            await session.close()
-            assert len(session.turns()) == answered
-
-    asyncio.run(main())
+    async with session_of(counting_engine(), tool_parser=lambda text: answer) as session:
+        request = {"messages": [user("one")]}
+        reply = await session.http_client.post("/chat/completions", json=request)
+        answered = reply.status_code == 200
+        if not answered:
+            assert reply.status_code == 500
+            assert "error" in reply.json()
+        await session.close()
+        assert len(session.turns()) == answered
 
 
-def test_arguments_that_are_equal_in_python_only_are_a_fork():
+async def test_arguments_that_are_equal_in_python_only_are_a_fork():
     """``True == 1`` in Python; as JSON values they differ."""
 
-    async def main():
-        async with session_of(counting_engine()) as session:
-            bodies = []
-            for value in (1, True):
-                bodies.append({"messages": [{**user("one"), "flag": value}]})
-                reply = await session.http_client.post("/chat/completions", json=bodies[-1])
-                assert reply.status_code == 200
-            sent = [entry["request"] for entry in session.transcript]
-            assert json.dumps(sent) == json.dumps(bodies)
-
-    asyncio.run(main())
+    async with session_of(counting_engine()) as session:
+        bodies = []
+        for value in (1, True):
+            bodies.append({"messages": [{**user("one"), "flag": value}]})
+            reply = await session.http_client.post("/chat/completions", json=bodies[-1])
+            assert reply.status_code == 200
+        sent = [entry["request"] for entry in session.transcript]
+        assert json.dumps(sent) == json.dumps(bodies)
 
 
-def test_an_error_says_which_field_the_engine_refused():
+async def test_an_error_says_which_field_the_engine_refused():
     engine = counting_engine()
+    engine.generate = failing(ValueError("top_p must be in (0, 1], got 2."))
 
-    async def refuse(prompt_ids, **sampling):
-        raise ValueError("top_p must be in (0, 1], got 2.")
-
-    engine.generate = refuse
-
-    async def main():
-        async with session_of(engine) as session:
-            body = {"messages": [user("one")], "top_p": 2}
-            reply = await session.http_client.post("/chat/completions", json=body)
-            assert reply.status_code == 400
-            assert reply.json()["error"]["param"] == "top_p"
-
-    asyncio.run(main())
+    async with session_of(engine) as session:
+        body = {"messages": [user("one")], "top_p": 2}
+        reply = await session.http_client.post("/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "top_p"

@@ -1,4 +1,4 @@
-"""An environment whose items say how an episode goes."""
+"""Environments of one turn, and of episodes that go as their items say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import asyncio
 
 from tests.idle_clock import hang
 from torchrl_mt.envs import TextEnv, TextStep
+
+
+class Once(TextEnv):
+    """One turn."""
+
+    inline = True
+
+    def reset(self, data=None):
+        self.data = data
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, response):
+        return TextStep(reward=1.0, done=True)
 
 
 class Chat(TextEnv):

@@ -28,3 +28,13 @@ def idle_clock(monkeypatch):
 def engine(tokenizer):
     """Every answer is a word and the end of the turn."""
     return ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'torchrl-mt[ray]'")
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
+    )
+    yield ray
+    ray.shutdown()

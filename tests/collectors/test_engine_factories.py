@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
@@ -24,7 +25,7 @@ def test_the_collector_owns_the_engine_that_a_factory_makes(tokenizer):
         return made[-1]
 
     for policy in (factory, partial(factory, 6)):
-        with MultiTurnCollector(Chat, policy, episodes_per_batch=1) as collector:
+        with collecting(Chat, policy) as collector:
             next(iter(collector))
             (engine,) = made
             assert collector.engine is engine
@@ -40,7 +41,7 @@ class FivesEngine(ScriptedEngine):
 
 def test_a_class_may_be_a_factory_also_by_name():
     for policy in (FivesEngine, f"{__name__}.FivesEngine"):
-        with MultiTurnCollector(Chat, policy, episodes_per_batch=1) as collector:
+        with collecting(Chat, policy) as collector:
             next(iter(collector))
             engine = collector.engine
             assert type(engine) is FivesEngine
@@ -48,7 +49,7 @@ def test_a_class_may_be_a_factory_also_by_name():
 
 
 def test_an_engine_that_was_given_stays_open(engine):
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1):
+    with collecting(Chat, engine):
         pass
     assert not engine.closed
 
@@ -72,7 +73,7 @@ class Shouting(nn.Module):
 )
 def test_what_makes_no_engine_is_refused(policy, got):
     with pytest.raises(TypeError, match=got):
-        MultiTurnCollector(Chat, policy, episodes_per_batch=1)
+        collecting(Chat, policy)
 
 
 def test_engines_and_collectors_say_why_they_cannot_be_pickled(tokenizer, model, engine):
@@ -88,7 +89,7 @@ def test_engines_and_collectors_say_why_they_cannot_be_pickled(tokenizer, model,
             pickle.dumps(each)
         each.close()
     with (
-        MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector,
+        collecting(Chat, engine) as collector,
         pytest.raises(TypeError, match=r"make it where it runs.* MultiTurnCollector\.as_remote"),
     ):
         pickle.dumps(collector)

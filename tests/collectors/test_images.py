@@ -24,6 +24,7 @@ from tests.collectors.pictures import (
     text_part,
     user,
 )
+from tests.collectors.runs import lists
 from tests.collectors.scripted import ScriptedEngine
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
@@ -43,6 +44,23 @@ FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava"]
 @pytest.fixture(scope="module")
 def processor():
     return tiny_vl_model("qwen2_5_vl")[1]
+
+
+class Text(TextEnv):
+    """One turn without images."""
+
+    def reset(self, data=None):
+        return [{"role": "user", "content": "what"}]
+
+    def step(self, response):
+        return TextStep(done=True)
+
+
+def refusal_of(*args, **options):
+    """What the error says that ends a run of one episode."""
+    with pytest.raises(RuntimeError) as caught:
+        collect(*args, **options)
+    return str(caught.value.__cause__)
 
 
 def placeholders(processor, images):
@@ -65,8 +83,7 @@ def test_the_engine_gets_the_images_of_each_prompt(family):
     assert new_images(batch) == [(image,) for image in shown]
     assert all(isinstance(new, tuple) for new in new_images(batch))
     assert batch["turn", "parent"].tolist() == [-1, 0, 1, 2]
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
-    assert [p.tolist() for p in prompts] == [prompt for prompt, _ in engine.calls]
+    assert lists(batch, "tokens", "prompt") == [prompt for prompt, _ in engine.calls]
 
 
 def threads_of_preparation(monkeypatch):
@@ -89,13 +106,6 @@ def test_other_episodes_do_not_wait_while_an_image_of_a_new_size_is_prepared(mon
 
 
 def test_text_alone_has_no_images(processor):
-    class Text(TextEnv):
-        def reset(self, data=None):
-            return [{"role": "user", "content": "what"}]
-
-        def step(self, response):
-            return TextStep(done=True)
-
     (batch,) = collect(Text(), SeeingEngine(processor), processor, data=[{}])
     assert new_images(batch) == [()]
     tokenizer = tiny_chat_tokenizer("what go")
@@ -148,14 +158,9 @@ def test_long_prompts_lose_whole_images(processor):
         assert prompt.count(image_id) == 4 * len(images)
         assert images[0] is first
     assert batch["turn", "parent"].tolist() != list(range(-1, 8)), "it goes on in other rows"
-    with pytest.raises(RuntimeError) as caught:
-        collect(
-            Screens(9),
-            SeeingEngine(processor),
-            processor,
-            options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=5)),
-        )
-    assert "max_prompt_tokens=5" in str(caught.value.__cause__)
+    options = CollectorOptions(chat=ChatOptions(max_prompt_tokens=5))
+    refusal = refusal_of(Screens(9), SeeingEngine(processor), processor, options=options)
+    assert "max_prompt_tokens=5" in refusal
 
 
 def test_limits_count_expanded_tokens(processor):
@@ -168,10 +173,9 @@ def test_limits_count_expanded_tokens(processor):
 
 def test_images_without_a_processor_are_refused_by_name(processor):
     engine = SeeingEngine(processor)
-    with pytest.raises(RuntimeError) as caught:
-        collect(Screens(), engine, None)
-    assert "processor=" in str(caught.value.__cause__)
-    assert "Screens.reset" in str(caught.value.__cause__)
+    refusal = refusal_of(Screens(), engine, None)
+    assert "processor=" in refusal
+    assert "Screens.reset" in refusal
     assert engine.calls == []
 
     class Workflow:
@@ -179,9 +183,7 @@ def test_images_without_a_processor_are_refused_by_name(processor):
             await engine.generate([5], images=[picture(1)])
             return 1.0
 
-    with pytest.raises(RuntimeError) as caught:
-        collect(Workflow(), engine, None)
-    assert "processor=" in str(caught.value.__cause__)
+    assert "processor=" in refusal_of(Workflow(), engine, None)
 
 
 def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
@@ -203,11 +205,9 @@ def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
             return [user(text_part("what"), image_part("no such file.png"))]
 
     for env, named in ((Videos(), "'video'"), (Broken(), "messages[0]['content'][1]")):
-        with pytest.raises(RuntimeError) as caught:
-            collect(env, engine, processor)
-        cause = str(caught.value.__cause__)
-        assert named in cause
-        assert f"{type(env).__name__}.reset" in cause
+        refusal = refusal_of(env, engine, processor)
+        assert named in refusal
+        assert f"{type(env).__name__}.reset" in refusal
 
 
 def test_workflows_give_all_images_of_every_prompt(processor):
@@ -261,9 +261,8 @@ def test_sequences_of_areal_keep_the_images_of_recorded_calls(processor):
 
     (batch,) = collect(Workflow(0), SeeingEngine(processor), processor)
     assert new_images(batch) == [(StoredImage.of(picture(1)),), ()]
-    with pytest.raises(RuntimeError) as caught:
-        collect(Workflow(1), SeeingEngine(processor), processor)
-    assert "'input_ids' must be those of the engine's calls" in str(caught.value.__cause__)
+    refusal = refusal_of(Workflow(1), SeeingEngine(processor), processor)
+    assert "'input_ids' must be those of the engine's calls" in refusal
 
 
 def test_none_is_no_image_for_the_recorder(processor):
@@ -274,13 +273,6 @@ def test_none_is_no_image_for_the_recorder(processor):
 
 
 def test_a_buffer_of_collectors_with_and_without_a_processor_names_the_cause(processor):
-    class Text(TextEnv):
-        def reset(self, data=None):
-            return [{"role": "user", "content": "what"}]
-
-        def step(self, response):
-            return TextStep(done=True)
-
     seeing = SeeingEngine(processor)
     with_entry, without = (collect(Text(), seeing, each)[0] for each in (processor, None))
     for first, second in ((with_entry, without), (without, with_entry)):

@@ -12,17 +12,17 @@ import threading
 import time
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import balanced, beside, collecting, first_batch, versions_in
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextStep
 
@@ -49,7 +49,7 @@ def let_the_loop_see(collector):
 
 def counts(collector):
     stats = collector.stats()
-    assert stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+    assert balanced(stats)
     return {name: stats[name] for name in COUNTS}
 
 
@@ -77,9 +77,7 @@ class Broken:
 
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_data_that_raises_is_heard_of(engine, staleness):
-    with MultiTurnCollector(
-        Chat, engine, Broken(7), episodes_per_batch=2, max_staleness=staleness
-    ) as collector:
+    with collecting(Chat, engine, Broken(7), n=2, max_staleness=staleness) as collector:
         seen = []
 
         def go_on():
@@ -102,12 +100,8 @@ def test_items_that_come_back_after_the_data_has_ended_are_played(engine, stalen
             raise ValueError("not now")
         return batch
 
-    with MultiTurnCollector(
-        *(Chat, engine, items(6)),
-        episodes_per_batch=4,
-        options=CollectorOptions(cycle=False),
-        postproc=postproc,
-        max_staleness=staleness,
+    with collecting(
+        Chat, engine, items(6), n=4, cycle=False, postproc=postproc, max_staleness=staleness
     ) as collector:
         seen = played(next(collector.iterator()))
         with pytest.raises(ValueError, match="not now"):
@@ -155,9 +149,7 @@ def test_slow_data_and_a_slow_judge_delay_nobody_else(engine):
         Ticks.judged += 1
         return True
 
-    with MultiTurnCollector(
-        Ticks, engine, data(), episodes_per_batch=4, accept=accept
-    ) as collector:
+    with collecting(Ticks, engine, data(), n=4, accept=accept) as collector:
         assert len(next(iter(collector))) == 4
 
 
@@ -172,9 +164,7 @@ def pipe():
 def test_a_batch_is_delivered_while_the_data_keeps_us_waiting(engine, pipe):
     for item in items(4):
         pipe.put(item)
-    with MultiTurnCollector(
-        Chat, engine, iter(pipe.get, None), episodes_per_batch=4, max_staleness=4
-    ) as collector:
+    with collecting(Chat, engine, iter(pipe.get, None), n=4, max_staleness=4) as collector:
         assert sorted(played(next(collector.iterator()))) == list(range(4))
         assert collector.state_dict()["items"]["following"] == 4
         collector.shutdown()
@@ -183,7 +173,7 @@ def test_a_batch_is_delivered_while_the_data_keeps_us_waiting(engine, pipe):
 def test_ctrl_c_comes_through_while_the_data_keeps_us_waiting(engine, pipe):
     pipe.put(items(1)[0])
     with (
-        MultiTurnCollector(Chat, engine, iter(pipe.get, None), episodes_per_batch=2) as collector,
+        collecting(Chat, engine, iter(pipe.get, None), n=2) as collector,
         ctrl_c(when=lambda: collector.stats()["accepted"] or engine.calls),
         pytest.raises(KeyboardInterrupt),
     ):
@@ -210,31 +200,38 @@ def test_a_member_that_fails_while_data_is_read_holds_nobody_up(engine):
                 Ticks.read = Ticks.judged = 4
             yield item
 
-    with MultiTurnCollector(Fails, engine, data(), episodes_per_batch=3) as collector:
+    with collecting(Fails, engine, data(), n=3) as collector:
         assert sorted(played(next(collector.iterator()))) == [1, 2, 3]
 
 
-def test_accept_may_be_asynchronous(engine):
-    async def accept(episode):
-        await asyncio.sleep(0)
-        return episode["data"][0]["k"] % 2 == 0
-
-    with MultiTurnCollector(
-        Chat, engine, items(8), episodes_per_batch=4, accept=accept
-    ) as collector:
-        assert sorted(played(next(iter(collector)))) == [0, 2, 4, 6]
-        assert collector.stats()["rejected/not_accepted"] >= 3
+def accepts_even(episode):
+    return episode["data"][0]["k"] % 2 == 0
 
 
-def test_an_accept_that_raises_rejects_its_episode(engine):
-    def accept(episode):
-        return 1 / (episode["data"][0]["k"] % 2)
+async def accepts_even_later(episode):
+    await asyncio.sleep(0)
+    return accepts_even(episode)
 
-    with MultiTurnCollector(
-        Chat, engine, items(8), episodes_per_batch=4, accept=accept
-    ) as collector:
-        assert sorted(played(next(iter(collector)))) == [1, 3, 5, 7]
-        assert collector.stats()["rejected/ZeroDivisionError"] >= 3
+
+def raises_for_odd(episode):
+    return 1 / (1 - episode["data"][0]["k"] % 2)
+
+
+@pytest.mark.parametrize(
+    ("accept", "cause"),
+    [
+        (accepts_even, "not_accepted"),
+        (accepts_even_later, "not_accepted"),
+        (raises_for_odd, "ZeroDivisionError"),
+    ],
+)
+def test_what_is_not_accepted_is_rejected(engine, accept, cause):
+    """Also where the function is asynchronous or raises."""
+    options = {"accept": accept, "max_concurrency": 1}
+    batch, stats = first_batch(Chat, engine, items(8), n=4, **options)
+    assert played(batch) == [0, 2, 4, 6]
+    assert stats[f"rejected/{cause}"] == stats["rejected"] == 3
+    assert balanced(stats)
 
 
 # Failures in a row
@@ -250,22 +247,14 @@ def test_one_failure_is_no_reason_to_stop(engine):
                 raise OSError("a hiccup")
             return await super().step(response)
 
-    with MultiTurnCollector(
-        Once, engine, items(1), episodes_per_batch=1, max_retries=3, max_consecutive_failures=1
-    ) as collector:
+    with collecting(Once, engine, items(1), max_retries=3, max_consecutive_failures=1) as collector:
         assert len(next(iter(collector))) == 1
         assert counts(collector) == {"started": 2, "accepted": 1, "rejected": 1, "running": 0}
 
 
 def test_an_item_that_always_fails_does_not_stop_a_run_that_refills(engine):
     data = [{"k": 0, "fail_at": 1, "error": OSError("bad")}, *items(21)[1:]]
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        data,
-        episodes_per_batch=4,
-        options=CollectorOptions(incomplete_groups="refill", cycle=False),
-    ) as collector:
+    with collecting(Chat, engine, data, n=4, incomplete_groups="refill", cycle=False) as collector:
         seen = [k for batch in collector for k in played(batch)]
         assert sorted(seen) == list(range(1, 21))
         assert collector.stats()["rejected/OSError"] == 17
@@ -282,11 +271,8 @@ def test_a_run_that_gave_up_may_be_taken_up_again(engine, staleness):
                 raise OSError("the server is down")
             return await super().step(response)
 
-    with MultiTurnCollector(
-        *(Down, engine),
-        episodes_per_batch=16,
-        max_consecutive_failures=4,
-        max_staleness=staleness,
+    with collecting(
+        Down, engine, n=16, max_consecutive_failures=4, max_staleness=staleness
     ) as collector:
         # With staleness, what was played ahead would be given out before the next failure.
         for _ in range(3 if staleness is None else 1):
@@ -316,14 +302,16 @@ def endless():
 def test_a_run_that_can_only_fail_stops_whatever_the_data(engine, inline, group_size, staleness):
     """Items come one by one while episodes fail as fast: there is always room for another."""
     env = type("Down", (DownAtOnce,), {"inline": inline})
-    with MultiTurnCollector(
-        *(env, engine, endless()),
-        episodes_per_batch=16,
+    with collecting(
+        env,
+        engine,
+        endless(),
+        n=16,
         group_size=group_size,
         max_staleness=staleness,
         max_consecutive_failures=5,
     ) as collector:
-        with pytest.raises(RuntimeError, match="5 episodes in a row") as caught:
+        with pytest.raises(RuntimeError, match=r"5 episodes in a row .* OSError: the s") as caught:
             next(collector.iterator())
         assert isinstance(caught.value.__cause__, OSError)
         before = counts(collector)
@@ -335,10 +323,8 @@ def test_a_run_that_can_only_fail_stops_whatever_the_data(engine, inline, group_
 def test_a_run_that_can_only_fail_stops_while_the_data_keeps_us_waiting(engine, pipe):
     for item in items(3):
         pipe.put(item)
-    with MultiTurnCollector(
-        *(DownAtOnce, engine, iter(pipe.get, None)),
-        episodes_per_batch=8,
-        max_consecutive_failures=3,
+    with collecting(
+        DownAtOnce, engine, iter(pipe.get, None), n=8, max_consecutive_failures=3
     ) as collector:
         with pytest.raises(RuntimeError, match="3 episodes in a row"):
             next(collector.iterator())
@@ -354,11 +340,8 @@ def test_the_last_items_failure_is_heard_of(engine, staleness):
         wait_until(lambda: collector.stats()["rejected"] == 4)
 
     with (
-        MultiTurnCollector(
-            *(Chat, engine, data()),
-            episodes_per_batch=8,
-            max_consecutive_failures=4,
-            max_staleness=staleness,
+        collecting(
+            Chat, engine, data(), n=8, max_consecutive_failures=4, max_staleness=staleness
         ) as collector,
         pytest.raises(RuntimeError, match="4 episodes in a row"),
     ):
@@ -367,12 +350,8 @@ def test_the_last_items_failure_is_heard_of(engine, staleness):
 
 def test_a_failure_between_two_batches_is_heard_of_and_ends_what_goes_on(engine):
     data = [*items(2), *[{"fail_at": 1, "error": OSError("gone")}] * 500]
-    with MultiTurnCollector(
-        *(Chat, engine, data),
-        episodes_per_batch=2,
-        max_consecutive_failures=4,
-        max_staleness=100,
-        options=CollectorOptions(cycle=False),
+    with collecting(
+        Chat, engine, data, n=2, max_consecutive_failures=4, max_staleness=100, cycle=False
     ) as collector:
         batches = collector.iterator()
         next(batches)
@@ -381,23 +360,6 @@ def test_a_failure_between_two_batches_is_heard_of_and_ends_what_goes_on(engine)
         assert counts(collector)["started"] < 20
         with pytest.raises(RuntimeError, match="4 episodes in a row"):
             next(batches)
-
-
-def test_a_pause_holds_also_where_episodes_fail_as_fast_as_items_come(engine):
-    with MultiTurnCollector(
-        *(DownAtOnce, engine, ({"k": k} for k in itertools.count())),
-        episodes_per_batch=4,
-        replay_buffer=buffer(),
-        max_consecutive_failures=10**9,
-    ) as collector:
-        collector.start()
-        wait_until(lambda: collector.stats()["started"] > 10)
-        with collector.pause():
-            let_the_loop_see(collector)
-            before = collector.stats()["started"]
-            time.sleep(0.2)
-            assert collector.stats()["started"] == before
-        wait_until(lambda: collector.stats()["started"] > before)
 
 
 def test_a_pause_that_ends_while_episodes_run_is_over_at_once(engine):
@@ -409,11 +371,7 @@ def test_a_pause_that_ends_while_episodes_run_is_over_at_once(engine):
             time.sleep(0.1)
             yield item
 
-    with MultiTurnCollector(
-        *(Chat, engine, slow()),
-        episodes_per_batch=4,
-        replay_buffer=buffer(),
-    ) as collector:
+    with collecting(Chat, engine, slow(), n=4, replay_buffer=buffer()) as collector:
         with collector.pause():
             collector.start()
             time.sleep(0.1)
@@ -427,11 +385,8 @@ def test_a_pause_that_ends_while_episodes_run_is_over_at_once(engine):
 def test_an_item_that_comes_during_a_pause_waits_for_its_end(engine, pipe, staleness):
     first, second = items(2)
     pipe.put(first)
-    with MultiTurnCollector(
-        *(Chat, engine, iter(pipe.get, None)),
-        episodes_per_batch=3,
-        replay_buffer=buffer(),
-        max_staleness=staleness,
+    with collecting(
+        Chat, engine, iter(pipe.get, None), n=3, replay_buffer=buffer(), max_staleness=staleness
     ) as collector:
         collector.start()
         wait_until(lambda: collector.stats()["queue"] == 1)  # The data is asked for another.
@@ -453,40 +408,43 @@ def test_siblings_that_succeed_are_no_failures_in_a_row(engine):
                 raise OSError("every fourth")
             return await super().step(response)
 
-    with MultiTurnCollector(
-        Fourth, engine, episodes_per_batch=4, group_size=4, max_consecutive_failures=3
-    ) as collector:
+    with collecting(Fourth, engine, n=4, group_size=4, max_consecutive_failures=3) as collector:
         next(iter(collector))
         assert collector.stats()["rejected/OSError"] >= 10
 
 
-def test_a_run_that_gave_up_plays_no_more(engine):
-    broken = [{"fail_at": 1, "error": OSError("gone")}]
-    collector = MultiTurnCollector(
-        *(Chat, engine, broken),
-        episodes_per_batch=2,
-        max_staleness=1,
-        max_consecutive_failures=3,
-        replay_buffer=buffer(),
-    )
-    collector.start()
-    wait_until(lambda: not collector.is_running)
-    before = counts(collector)
-    time.sleep(0.2)
-    assert counts(collector) == before
-    assert before["running"] == 0
+def test_a_run_that_gave_up_plays_no_more_and_says_so_at_the_end_of_the_context(engine):
+    def run():
+        with collecting(
+            Chat,
+            engine,
+            [{"fail_at": 1, "error": OSError("gone")}],
+            n=2,
+            max_staleness=1,
+            max_consecutive_failures=3,
+            replay_buffer=buffer(),
+        ) as collector:
+            collector.start()
+            wait_until(lambda: not collector.is_running)
+            before = counts(collector)
+            time.sleep(0.2)
+            assert counts(collector) == before
+            assert before["running"] == 0
+
     with pytest.raises(RuntimeError, match="3 episodes in a row"):
-        collector.async_shutdown()
+        run()
 
 
 def test_every_cause_is_logged_once(engine, caplog, idle_clock):
     data = [{"k": 0, "hang_at": 1}, {"k": 1, "fail_at": 1, "error": OSError("x")}, *items(4)] * 2
     with (
         caplog.at_level(logging.WARNING, "torchrl_mt"),
-        MultiTurnCollector(
-            *(Chat, engine, data),
-            episodes_per_batch=6,
-            options=CollectorOptions(cycle=False),
+        collecting(
+            Chat,
+            engine,
+            data,
+            n=6,
+            cycle=False,
             limits=Limits(tool_timeout=LIMIT),
             accept=lambda episode: episode["data"][0]["k"] != 3,
         ) as collector,
@@ -502,9 +460,7 @@ def test_every_cause_is_logged_once(engine, caplog, idle_clock):
     caplog.clear()
     with (
         caplog.at_level(logging.WARNING, "torchrl_mt"),
-        MultiTurnCollector(
-            Chat, engine, data[1:2], episodes_per_batch=1, options=CollectorOptions(cycle=False)
-        ) as collector,
+        collecting(Chat, engine, data[1:2], cycle=False) as collector,
     ):
         collector.load_state_dict({**state, "items": collector.state_dict()["items"]})
         list(collector)
@@ -533,15 +489,15 @@ def test_members_that_are_done_make_room_for_others(engine, staleness):
                 await asyncio.sleep(0.001)
             return TextStep(done=True, reward=1.0)
 
-    with MultiTurnCollector(
-        *(OneSlow, engine),
-        episodes_per_batch=32,
+    first_batch(
+        OneSlow,
+        engine,
+        n=32,
         group_size=8,
         max_concurrency=8,
         max_staleness=staleness,
         total_episodes=32,
-    ) as collector:
-        next(iter(collector))
+    )
     assert OneSlow.slow == 4
     assert engine.most_running <= 8
 
@@ -549,39 +505,40 @@ def test_members_that_are_done_make_room_for_others(engine, staleness):
 # Interrupts
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("staleness", [None, 1])
-def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness):
-    data = items(2, hang_at=1) + items(8)[2:]
-    with MultiTurnCollector(
-        *(Chat, engine, data),
-        episodes_per_batch=2,
-        max_concurrency=2,
+def test_ctrl_c_settles_every_episode_and_the_run_may_go_on(engine, staleness, group_size):
+    """Episodes that had finished are not accepted either."""
+    data = [*items(3), *items(8, hang_at=1)[3:]]
+    size = 4 * group_size
+    with collecting(
+        Chat,
+        engine,
+        data,
+        n=size,
+        group_size=group_size,
+        max_concurrency=size,
         max_staleness=staleness,
-        options=CollectorOptions(cycle=False),
+        cycle=False,
     ) as collector:
-        with ctrl_c(when=lambda: len(engine.calls) == 2), pytest.raises(KeyboardInterrupt):
+        with ctrl_c(when=lambda: len(engine.calls) >= size), pytest.raises(KeyboardInterrupt):
             next(iter(collector))
-        assert counts(collector) == {"started": 2, "accepted": 0, "rejected": 2, "running": 0}
+        stats = counts(collector)
+        assert stats["accepted"] == stats["running"] == 0
+        assert stats["started"] == stats["rejected"] == collector.stats()["rejected/cancelled"]
         for item in data:
             item.pop("hang_at", None)
         seen = []
         for batch in collector:
             engine.update_weights(None)
             seen += played(batch)
-        assert sorted(seen) == list(range(8))
+        assert sorted(seen) == sorted([*range(8)] * group_size)
         assert counts(collector)["running"] == 0
 
 
 @pytest.mark.parametrize("staleness", [None, 0, 1])
 def test_ctrl_c_as_a_batch_arrives_loses_none_of_it(engine, staleness, monkeypatch):
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        items(8),
-        episodes_per_batch=2,
-        max_staleness=staleness,
-        options=CollectorOptions(cycle=False),
-    ) as collector:
+    with collecting(Chat, engine, items(8), n=2, max_staleness=staleness, cycle=False) as collector:
         found = played(next(collector.iterator()))
         collector.update_policy_weights_()
         run = collector._thread.run
@@ -602,9 +559,7 @@ def test_ctrl_c_as_a_batch_arrives_loses_none_of_it(engine, staleness, monkeypat
 
 
 def test_ctrl_c_in_an_evaluation_leaves_the_training_alone(engine):
-    with MultiTurnCollector(
-        Chat, engine, items(4, sleep=0.01), episodes_per_batch=2, replay_buffer=buffer()
-    ) as collector:
+    with collecting(Chat, engine, items(4, sleep=0.01), n=2, replay_buffer=buffer()) as collector:
         collector.start()
         evaluates = ctrl_c(when=lambda: collector.stats().get("eval/running"))
         with evaluates, pytest.raises(KeyboardInterrupt):
@@ -616,31 +571,31 @@ def test_ctrl_c_in_an_evaluation_leaves_the_training_alone(engine):
 
 
 def test_evaluations_may_run_at_once(engine):
-    with MultiTurnCollector(Chat, engine, items(2), episodes_per_batch=2) as collector:
-        threads = [
-            threading.Thread(target=collector.evaluate, args=(items(5, sleep=0.02),))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with collecting(Chat, engine, items(2), n=2) as collector:
+        with beside(*[lambda: collector.evaluate(items(5, sleep=0.02))] * 3):
+            pass
         stats = collector.stats()
     assert (stats["eval/started"], stats["eval/accepted"]) == (15, 15)
 
 
-@pytest.mark.parametrize("staleness", [None, 5])
-def test_nothing_begins_during_a_pause(engine, staleness):
-    with MultiTurnCollector(
-        *(Chat, engine, items(4, sleep=0.005)),
-        episodes_per_batch=2,
+@pytest.mark.parametrize(
+    ("env", "staleness"), [(Chat, None), (Chat, 5), pytest.param(DownAtOnce, None, id="failing")]
+)
+def test_nothing_begins_during_a_pause(engine, env, staleness):
+    """Also where episodes fail as fast as items come."""
+    with collecting(
+        env,
+        engine,
+        ({"k": k, "sleep": 0.005} for k in itertools.count()),
+        n=2,
         max_staleness=staleness,
+        max_consecutive_failures=10**9,
         replay_buffer=buffer(),
     ) as collector:
         # Nothing bounds the run but the pause.
         engine.version = 10**6
         collector.start()
-        wait_until(lambda: collector.stats()["accepted"] > 4)
+        wait_until(lambda: collector.stats()["started"] > 10)
         with collector.pause():
             let_the_loop_see(collector)
             before = collector.stats()["started"]
@@ -652,7 +607,7 @@ def test_nothing_begins_during_a_pause(engine, staleness):
 def test_a_pause_that_ends_at_the_worst_moment_is_over(engine):
     """The scheduler asks whether it may begin, and a moment later the answer is another one."""
     answers = iter([False, True] * 1000)
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, n=2) as collector:
         asked = collector._run.scheduler.gather(2, lambda: next(answers))
         assert len(collector._thread.run(asked)) == 2
 
@@ -666,9 +621,7 @@ def test_what_waits_for_the_loop_is_refused_in_the_loop(engine):
             ]()
 
     calls = [{"call": "evaluate"}, {"call": "shutdown"}]
-    with MultiTurnCollector(
-        Recursive(), engine, calls, episodes_per_batch=1, max_consecutive_failures=2
-    ) as collector:
+    with collecting(Recursive(), engine, calls, max_consecutive_failures=2) as collector:
         with pytest.raises(RuntimeError, match="would wait for itself"):
             next(collector.iterator())
         assert collector.stats()["rejected/RuntimeError"] == 2
@@ -679,12 +632,8 @@ def test_what_waits_for_the_loop_is_refused_in_the_loop(engine):
 
 @pytest.mark.parametrize("staleness", [None, 9])
 def test_a_collector_that_has_run_may_load_a_state(engine, staleness):
-    with MultiTurnCollector(
-        *(Chat, engine, items(6)),
-        episodes_per_batch=2,
-        options=CollectorOptions(cycle=False),
-        total_episodes=6,
-        max_staleness=staleness,
+    with collecting(
+        Chat, engine, items(6), n=2, cycle=False, total_episodes=6, max_staleness=staleness
     ) as collector:
         batches = iter(collector)
         first = played(next(batches))
@@ -697,7 +646,7 @@ def test_a_collector_that_has_run_may_load_a_state(engine, staleness):
 
 
 def test_a_new_seed_ends_what_runs(engine):
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=2, max_staleness=3) as collector:
+    with collecting(Chat, engine, n=2, max_staleness=3) as collector:
         batches = iter(collector)
         next(batches)
         collector.set_seed(5)
@@ -707,9 +656,7 @@ def test_a_new_seed_ends_what_runs(engine):
 
 
 def test_a_new_seed_keeps_to_what_was_allowed(engine):
-    with MultiTurnCollector(
-        Chat, engine, episodes_per_batch=4, max_staleness=0, total_episodes=12
-    ) as collector:
+    with collecting(Chat, engine, n=4, max_staleness=0, total_episodes=12) as collector:
         batches = collector.iterator()
         for _ in range(2):
             next(batches)
@@ -731,9 +678,7 @@ def test_a_state_is_one_moment_s(engine):
     states, stop = [], threading.Event()
     data = items(100_000)
     try:
-        with MultiTurnCollector(
-            Chat, engine, data, episodes_per_batch=4, replay_buffer=buffer()
-        ) as collector:
+        with collecting(Chat, engine, data, n=4, replay_buffer=buffer()) as collector:
 
             def look():
                 while not stop.is_set():
@@ -741,27 +686,18 @@ def test_a_state_is_one_moment_s(engine):
                     given = state["items"]["following"] - len(state["items"]["open"])
                     states.append((state["counts"]["accepted"], given))
 
-            looking = threading.Thread(target=look)
-            looking.start()
-            for k, _ in enumerate(collector):
-                if k > 200 and len(states) > 10:
-                    break
-            stop.set()
-            looking.join()
+            with beside(look):
+                for k, _ in enumerate(collector):
+                    if k > 200 and len(states) > 10:
+                        break
+                stop.set()
     finally:
         sys.setswitchinterval(switching)
     assert all(accepted == given for accepted, given in states)
 
 
 def test_a_state_is_not_loaded_under_way(engine):
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        items(4),
-        episodes_per_batch=2,
-        options=CollectorOptions(shuffle=True),
-        replay_buffer=buffer(),
-    ) as collector:
+    with collecting(Chat, engine, items(4), n=2, shuffle=True, replay_buffer=buffer()) as collector:
         state = collector.state_dict()
         collector.start()
         for call in (lambda: collector.load_state_dict(state), lambda: collector.set_seed(1)):
@@ -772,9 +708,7 @@ def test_a_state_is_not_loaded_under_way(engine):
 def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
     def run(state=None):
         own = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-        with MultiTurnCollector(
-            Chat, own, items(4), episodes_per_batch=2, dump_dir=tmp_path
-        ) as collector:
+        with collecting(Chat, own, items(4), n=2, dump_dir=tmp_path) as collector:
             if state is not None:
                 collector.load_state_dict(state)
             for _ in range(3):
@@ -786,7 +720,7 @@ def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
     assert collector.policy_version == state["policy_version"] == 3
     _, collector, batch = run(state)
     assert collector.policy_version == collector.get_policy_version() == 6
-    assert set(torch.cat(list(batch.get(("versions", "response"), as_list=True))).tolist()) == {5}
+    assert versions_in(batch) == {5}
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
         f"{k}.jsonl" for k in range(6)
     ]
@@ -796,14 +730,7 @@ def test_versions_go_on_from_those_of_the_saved_run(tokenizer, tmp_path):
 
 
 def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatch):
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        items(8),
-        episodes_per_batch=2,
-        options=CollectorOptions(cycle=False),
-        dump_dir=tmp_path,
-    ) as collector:
+    with collecting(Chat, engine, items(8), n=2, cycle=False, dump_dir=tmp_path) as collector:
 
         def full(*args, **kwargs):
             raise OSError("no space left on device")
@@ -823,7 +750,7 @@ def test_a_dump_that_fails_costs_no_episode(engine, tmp_path, caplog, monkeypatc
 def test_no_process_of_a_data_loader_is_left(engine):
     before = set(multiprocessing.active_children())
     loader = DataLoader(items(8), num_workers=1, batch_size=2)
-    with MultiTurnCollector(Chat, engine, loader, episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, loader, n=2) as collector:
         next(iter(collector))
         assert set(multiprocessing.active_children()) - before
     wait_until(lambda: not set(multiprocessing.active_children()) - before)
@@ -839,9 +766,7 @@ def test_what_is_collected_in_the_background_is_counted_before_the_end(engine):
         return batch
 
     rb = buffer()
-    collector = MultiTurnCollector(
-        Chat, engine, items(2), episodes_per_batch=2, replay_buffer=rb, postproc=slowly
-    )
+    collector = collecting(Chat, engine, items(2), n=2, replay_buffer=rb, postproc=slowly)
     collector.start()
     assert writing.wait(PATIENCE)
     collector.shutdown()
@@ -849,25 +774,16 @@ def test_what_is_collected_in_the_background_is_counted_before_the_end(engine):
     assert len(rb) == counts(collector)["accepted"] == 2
 
 
-def test_leaving_the_context_tells_what_went_wrong_in_the_background(engine):
-    def fail_in_the_background():
-        with MultiTurnCollector(
-            Chat, engine, broken, episodes_per_batch=2, replay_buffer=buffer()
-        ) as collector:
-            collector.start()
-            wait_until(lambda: not collector.is_running)
-
-    broken = [{"fail_at": 1, "error": OSError("gone")}]
-    with pytest.raises(RuntimeError, match="in a row"):
-        fail_in_the_background()
-
-
 def test_a_collector_is_true_and_takes_weights_by_any_of_torchrls_names(engine):
-    with MultiTurnCollector(Chat, engine, items(2), episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, items(2), n=2) as collector:
         assert collector
+        batches = iter(collector)
+        next(batches)
+        collector.update_policy_weights_(policy=object())
         collector.update_policy_weights_(weights={"a": 1})
         collector.update_policy_weights_(weights_dict={"policy": {"a": 1}}, worker_ids=[0])
-        assert collector.policy_version == 2
+        assert collector.policy_version == 3
+        assert min(versions_in(next(batches))) == 3
         with pytest.raises(TypeError, match="once"):
             collector.update_policy_weights_({"a": 1}, policy={"a": 2})
         collector.set_postproc(lambda batch: batch[:1])
@@ -881,9 +797,7 @@ def test_sampling_with_weights_that_are_being_trained_is_warned_of(
     policy = TransformersEngine(model, tokenizer, share_weights=shared)
     with caplog.at_level(logging.WARNING, "torchrl_mt"):
         for staleness in (None, 1):
-            MultiTurnCollector(
-                Chat, policy, episodes_per_batch=2, max_staleness=staleness
-            ).shutdown()
+            collecting(Chat, policy, n=2, max_staleness=staleness).shutdown()
     policy.close()
     warned = [r for r in caplog.records if "share_weights=False" in r.getMessage()]
     assert len(warned) == shared
@@ -893,6 +807,5 @@ def test_a_policys_engine_is_ended_with_the_collector(model, tokenizer):
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, input_mode="tokens", generate=True, return_log_probs=True
     )
-    with MultiTurnCollector(Chat, policy, episodes_per_batch=2) as collector:
-        next(iter(collector))
+    first_batch(Chat, policy, n=2)
     assert not any("policy" in thread.name for thread in threading.enumerate())

@@ -15,8 +15,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.collectors.runs import collecting, lists
 from tests.idle_clock import LIMIT, hang
-from torchrl_mt.collectors import CollectorOptions, LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.collectors import LimitReached, Limits
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
 
@@ -122,18 +123,18 @@ class RandomWorkflow:
 
 def check_ledger(batch, engine: RandomEngine, limits: Limits) -> None:
     """Every turn is a call of the engine, token for token, in the order in which they began."""
-    columns = [batch.get((name, "response"), as_list=True) for name in TOKENS]
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
+    columns = [lists(batch, name, "response") for name in TOKENS]
+    prompts = lists(batch, "tokens", "prompt")
     ids = batch["collector", "traj_ids"].tolist()
     last: Counter[int] = Counter()
     for episode, prompt, *turn in zip(ids, prompts, *columns, strict=True):
-        tokens, log_probs, versions = (values.tolist() for values in turn)
+        tokens, log_probs, versions = turn
         assert len(tokens) == len(log_probs) == len(versions)
         assert len(tokens) <= (limits.max_response_tokens or 99)
         assert len(prompt) + len(tokens) <= (limits.max_episode_tokens or 999)
         if tokens:
             seen, answer = engine.calls[log_probs[0]]
-            assert prompt.tolist() == seen
+            assert prompt == seen
             assert (tokens, versions) == (list(answer.token_ids), list(answer.versions))
             assert log_probs == list(answer.log_probs)
             assert engine.order[log_probs[0]] > last[episode]
@@ -152,13 +153,12 @@ def check_rows(batch, rows, engine: RandomEngine) -> None:
     given = torch.cat(batch.get(("log_probs", "response"), as_list=True))
     assert log_probs[sampled].sort().values.tolist() == given.sort().values.tolist()
     place, number = {}, Counter()  # the episode and the turn of each call
-    for episode, values in zip(
-        batch["collector", "traj_ids"].tolist(),
-        batch.get(("log_probs", "response"), as_list=True),
-        strict=True,
-    ):
-        if len(values):
-            place[values[0].item()] = episode, number[episode]
+    sampled_by = zip(
+        batch["collector", "traj_ids"].tolist(), lists(batch, "log_probs", "response"), strict=True
+    )
+    for episode, values in sampled_by:
+        if values:
+            place[values[0]] = episode, number[episode]
         number[episode] += 1
     for n, row in enumerate(rows.unbind(0)):
         columns = sampled[n].nonzero().flatten().tolist()
@@ -185,10 +185,7 @@ def check_rows(batch, rows, engine: RandomEngine) -> None:
 def check_parents(batch, rows) -> None:
     """Recorded parents are the turns whose tokens prompts go on from: comparing finds the same rows."""
     ids = batch["collector", "traj_ids"].tolist()
-    prompts, answers = (
-        [tokens.tolist() for tokens in batch.get(("tokens", name), as_list=True)]
-        for name in ("prompt", "response")
-    )
+    prompts, answers = (lists(batch, "tokens", name) for name in ("prompt", "response"))
     for k, parent in enumerate(batch["turn", "parent"].tolist()):
         first = ids.index(ids[k])
         told = [prompts[j] + answers[j] for j in range(first, k)]
@@ -227,18 +224,19 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
         max_episode_tokens=rng.choice([None, 12]),
         turn_timeout=LIMIT,
     )
-    collector = MultiTurnCollector(
+    collector = collecting(
         RandomWorkflow(rng),
         engine,
         [{"task_id": k} for k in range(ITEMS)],
-        episodes_per_batch=2 * size,
+        n=2 * size,
         group_size=size,
         max_concurrency=rng.choice([1, 4, 9]),
         limits=limits,
         max_retries=rng.choice([0, 2]),
         max_consecutive_failures=10**6,
         max_staleness=rng.choice([None, 1]),
-        options=CollectorOptions(incomplete_groups=incomplete, cycle=False),
+        incomplete_groups=incomplete,
+        cycle=False,
         dump_dir=tmp_path,
     )
 

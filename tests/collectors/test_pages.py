@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
+from tests.collectors.runs import collecting
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -108,10 +109,10 @@ def test_a_cut_answer_has_the_worth_that_is_said():
     exec(code_of("pitfalls.rst", "Cut answers have a hidden reward"), run)
     engine = TransformersEngine(run["model"], run["tokenizer"])
     try:
-        with MultiTurnCollector(
+        with collecting(
             Costs,
             engine,
-            episodes_per_batch=32,
+            n=32,
             total_episodes=32,
             limits=Limits(max_turns=3, max_response_tokens=8),
             sampling={"seed": 0},

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import few_or_many
-from torchrl_mt.collectors import LimitReached, Limits, MultiTurnCollector
+from torchrl_mt.collectors import LimitReached, Limits
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.recorder import Recorder
 from torchrl_mt.envs import TextEnv, TextStep
 
+from .chats import Chat
+from .runs import collecting, failed_run, first_batch
 from .scripted import ScriptedEngine
+
+ONE = {"max_consecutive_failures": 1}
 
 
 class Asked(ScriptedEngine):
@@ -52,21 +56,10 @@ class Play:
             for _ in range(3):
                 answer = await engine.generate(prompt)
                 prompt = [*prompt, *answer.token_ids, 7]
-        except Exception:
+        except LimitReached as limit:
+            self.limit = limit
             return await self.caught(engine)
         return 1.0
-
-
-def rejected(workflow, engine, limits, cause):
-    """Play one episode, whose rejection for this cause ends the run; the collector that did."""
-    with (
-        MultiTurnCollector(
-            workflow, engine, episodes_per_batch=1, max_consecutive_failures=1, limits=limits
-        ) as collector,
-        pytest.raises(RuntimeError, match=cause),
-    ):
-        next(iter(collector))
-    return collector
 
 
 async def give_up(engine):
@@ -83,8 +76,9 @@ async def give_up_late(engine):
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_time_limit_that_a_workflow_caught_is_no_reward(engine, first, idle_clock):
     engine.slow_from = first
-    collector = rejected(Play(give_up), engine, Limits(turn_timeout=LIMIT), "turn_timeout")
-    assert collector.stats()["rejected/turn_timeout"] == 1
+    limits = Limits(turn_timeout=LIMIT)
+    _, stats = failed_run("turn_timeout", Play(give_up), engine, **ONE, limits=limits)
+    assert stats["rejected/turn_timeout"] == 1
 
 
 def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine, idle_clock):
@@ -98,7 +92,7 @@ def test_a_time_limit_counts_even_if_a_later_call_is_answered(engine, idle_clock
             await recorder.generate([5, 6])
             return 1.0
 
-    rejected(Retries(), engine, Limits(turn_timeout=LIMIT), "turn_timeout")
+    failed_run("turn_timeout", Retries(), engine, **ONE, limits=Limits(turn_timeout=LIMIT))
 
 
 def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(engine, idle_clock):
@@ -107,7 +101,7 @@ def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(e
             await engine.generate([5, 6])
             return await give_up_late(engine)
 
-    rejected(Swallows(), engine, Limits(episode_timeout=LIMIT), "episode_timeout")
+    failed_run("episode_timeout", Swallows(), engine, **ONE, limits=Limits(episode_timeout=LIMIT))
 
 
 def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine, idle_clock):
@@ -126,14 +120,8 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
             again = [{"role": "user", "content": "guess"}]
             return TextStep(again, reward=1.0, done=self.turns == 2)
 
-    with MultiTurnCollector(
-        Swallows,
-        engine,
-        episodes_per_batch=1,
-        max_consecutive_failures=1,
-        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
-    ) as collector:
-        batch = next(iter(collector))
+    limits = Limits(episode_timeout=LIMIT, on_timeout="mask")
+    batch, _ = first_batch(Swallows, engine, **ONE, limits=limits)
     assert batch["stop_reason"] == ["episode_timeout"]
     assert batch["next", "truncated"].all()
     assert not batch["valid"].any()
@@ -145,11 +133,10 @@ def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(eng
 def test_a_limit_that_a_workflow_caught_is_why_it_ended_and_its_reward_stands(
     engine, limits, turns
 ):
-    with MultiTurnCollector(
-        Play(give_up), engine, episodes_per_batch=1, max_consecutive_failures=1, limits=limits
-    ) as collector:
-        batch = next(iter(collector))
+    player = Play(give_up)
+    batch, _ = first_batch(player, engine, **ONE, limits=limits)
     (reason,) = (name for name in ("max_turns", "max_episode_tokens") if getattr(limits, name))
+    assert player.limit.reason.value == reason
     assert batch["stop_reason"] == [*[""] * (turns - 1), reason]
     assert batch["next", "reward"].flatten().tolist() == [*[0.0] * (turns - 1), 0.25]
     assert batch["next", "truncated"].flatten().tolist() == [*[False] * (turns - 1), True]
@@ -164,14 +151,7 @@ def test_a_limit_that_a_workflow_found_a_way_around_is_not_why_it_ended(engine):
             await engine.generate([5] * 4)
             return 1.0
 
-    with MultiTurnCollector(
-        Shortens(),
-        engine,
-        episodes_per_batch=1,
-        max_consecutive_failures=1,
-        limits=Limits(max_episode_tokens=8),
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(Shortens(), engine, **ONE, limits=Limits(max_episode_tokens=8))
     assert batch["stop_reason"] == ["done"]
     assert batch["next", "terminated"].all()
 
@@ -186,30 +166,14 @@ def test_a_call_that_was_under_way_is_no_way_around_a_limit(engine):
             await first
             return 1.0
 
-    with MultiTurnCollector(
-        AtOnce(),
-        engine,
-        episodes_per_batch=1,
-        max_consecutive_failures=1,
-        limits=Limits(max_turns=1),
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(AtOnce(), engine, **ONE, limits=Limits(max_turns=1))
     assert batch["stop_reason"] == ["max_turns"]
 
 
 # Sampling
 
 
-class Talk(TextEnv):
-    inline = True
-
-    def reset(self, data=None):
-        self.turns = 0
-        return [{"role": "user", "content": "guess"}]
-
-    def step(self, response):
-        self.turns += 1
-        return TextStep([{"role": "user", "content": "higher"}], reward=1.0, done=self.turns == 2)
+TWO_TURNS = [{"turns": 2}]
 
 
 @pytest.mark.parametrize(
@@ -222,30 +186,20 @@ class Talk(TextEnv):
     ],
 )
 def test_max_new_tokens_among_the_sampling_params_is_a_budget(engine, limits, asked, budget):
-    with MultiTurnCollector(
-        Talk,
-        engine,
-        episodes_per_batch=1,
-        max_consecutive_failures=1,
-        limits=limits,
-        sampling={"max_new_tokens": asked},
+    with collecting(
+        Chat, engine, TWO_TURNS, **ONE, limits=limits, sampling={"max_new_tokens": asked}
     ) as collector:
         next(iter(collector))
         assert {call["max_new_tokens"] for call in engine.asked} == {budget}
         engine.asked.clear()
-        collector.evaluate([0], max_new_tokens=3)
+        collector.evaluate(TWO_TURNS, max_new_tokens=3)
         assert {call["max_new_tokens"] for call in engine.asked} == {3}
 
 
 def test_an_answer_cut_by_max_new_tokens_has_reached_the_limit_of_a_response(engine):
-    with MultiTurnCollector(
-        Talk,
-        engine,
-        episodes_per_batch=1,
-        limits=Limits(max_episode_tokens=500),
-        sampling={"max_new_tokens": 1},
-    ) as collector:
-        assert next(iter(collector))["stop_reason"] == ["max_response_tokens"]
+    options = {"limits": Limits(max_episode_tokens=500), "sampling": {"max_new_tokens": 1}}
+    batch, _ = first_batch(Chat, engine, TWO_TURNS, **options)
+    assert batch["stop_reason"] == ["max_response_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -256,21 +210,13 @@ def test_an_answer_cut_by_max_new_tokens_has_reached_the_limit_of_a_response(eng
     ],
 )
 def test_bad_sampling_params_are_named(engine, sampling, message):
-    with (
-        MultiTurnCollector(
-            Talk, engine, episodes_per_batch=1, max_consecutive_failures=1, sampling=sampling
-        ) as collector,
-        pytest.raises(RuntimeError, match=message),
-    ):
-        next(iter(collector))
+    failed_run(message, Chat, engine, **ONE, sampling=sampling)
 
 
 def seeds(engine, seed, **kwargs):
     engine.asked.clear()
-    with MultiTurnCollector(
-        Talk, engine, episodes_per_batch=12, group_size=3, sampling={"seed": seed}, **kwargs
-    ) as collector:
-        next(iter(collector))
+    options = {"n": 12, "group_size": 3, "sampling": {"seed": seed}, **kwargs}
+    first_batch(Chat, engine, TWO_TURNS, **options)
     return [call["seed"] for call in engine.asked]
 
 
@@ -291,10 +237,7 @@ def test_a_call_may_have_a_seed_of_its_own(engine):
             await engine.generate([5])
             return 1.0
 
-    with MultiTurnCollector(
-        Seeds(), engine, episodes_per_batch=1, sampling={"seed": 7}
-    ) as collector:
-        next(iter(collector))
+    first_batch(Seeds(), engine, sampling={"seed": 7})
     assert [call["seed"] for call in engine.asked][:2] == [3, None]
     assert engine.asked[2]["seed"] not in (3, None, 7)
 

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 from torchrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
+from tests.collectors.runs import versions_in
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -41,19 +42,10 @@ OPTIONS = {"episodes_per_batch": 4, "limits": Limits(max_turns=2)}
 
 
 @pytest.fixture(scope="module")
-def ray():
-    ray = pytest.importorskip("ray", reason="needs ray: pip install 'torchrl-mt[ray]'")
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
-    )
+def ray(ray_cluster):
     # The actors need not find this module: what is in it travels by value.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield ray
-    ray.shutdown()
-
-
-def versions(batch):
-    return set(torch.cat(batch.get(("versions", "response"), as_list=True)).tolist())
+    ray_cluster.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return ray_cluster
 
 
 def test_a_collector_in_an_actor_is_iterated_and_updated(ray):
@@ -62,12 +54,12 @@ def test_a_collector_in_an_actor_is_iterated_and_updated(ray):
     )
     first = ray.get(collector.next.remote())
     assert len(first[TRAJ].unique()) == 4
-    assert versions(first) == {0}
+    assert versions_in(first) == {0}
     ray.get(collector.update_policy_weights_.remote(make_model(1)[0].state_dict()))
     assert ray.get(collector.get_policy_version.remote()) == 1
-    assert versions(ray.get(collector.next.remote())) == {1}
+    assert versions_in(ray.get(collector.next.remote())) == {1}
     ray.get(collector.increment_version.remote())
-    assert versions(ray.get(collector.next.remote())) == {2}
+    assert versions_in(ray.get(collector.next.remote())) == {2}
     assert ray.get(collector.next.remote()) is None
     stats = ray.get(collector.stats.remote())
     assert stats["accepted"] == stats["started"] == 12
@@ -137,9 +129,9 @@ def test_rays_scheme_brings_weights_to_an_actor(ray):
     registered = collector.register_scheme_receiver.remote({"policy": scheme})
     scheme.connect()
     ray.get(registered)
-    assert versions(ray.get(collector.next.remote())) == {1}
+    assert versions_in(ray.get(collector.next.remote())) == {1}
     scheme.send(trained)
-    assert versions(ray.get(collector.next.remote())) == {2}
+    assert versions_in(ray.get(collector.next.remote())) == {2}
     ray.get(collector.shutdown.remote())
     scheme.shutdown()
 
@@ -151,7 +143,7 @@ def collect(scheme, asked, answers):
         while asked.get(timeout=PATIENCE):
             batch = collector.next()
             weights = torch.cat([p.detach().flatten() for p in collector.engine.model.parameters()])
-            answers.put((sorted(versions(batch)), weights.sum().item()))
+            answers.put((sorted(versions_in(batch)), weights.sum().item()))
 
 
 def test_weights_come_to_a_collector_of_another_process():

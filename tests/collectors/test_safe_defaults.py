@@ -41,11 +41,6 @@ def said(caplog, what):
     return [r.getMessage() for r in caplog.records if what in r.getMessage()]
 
 
-class Broken(Chat):
-    async def step(self, response):
-        raise OSError("no judge")
-
-
 class BreaksLater(Chat):
     """Judges the first answers, as many as the class is told."""
 
@@ -64,8 +59,7 @@ CUT = Limits(max_response_tokens=3)
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_step_that_never_succeeds_ends_the_run_however_many_episodes_are_cut(make, retries):
     collector = make(
-        Broken,
-        forever(9, 9, 2),
+        *(Chat, forever(9, 9, 2), [{"fail_at": 1, "error": OSError("no judge")}]),
         episodes_per_batch=2,
         limits=CUT,
         max_retries=retries,

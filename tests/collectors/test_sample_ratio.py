@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, SliceSampler
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import beside, collecting
 from tests.collectors.test_pages import code_of
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import (
@@ -40,9 +41,11 @@ def buffer_of(sampler=None, **kwargs):
 
 
 def collector_of(engine, buffer, ratio, *, episodes=4, **kwargs):
-    return MultiTurnCollector(
-        *(Chat, engine, kwargs.pop("data", ({"turns": 1 + k % 3} for k in itertools.count()))),
-        episodes_per_batch=episodes,
+    return collecting(
+        Chat,
+        engine,
+        kwargs.pop("data", ({"turns": 1 + k % 3} for k in itertools.count())),
+        n=episodes,
         replay_buffer=buffer,
         rate_limit=ratio,
         **kwargs,
@@ -236,11 +239,9 @@ def test_shutdown_wakes_both_sides(engine):
             buffer.sample()
         ended.append(str(caught.value))
 
-    learner = threading.Thread(target=draw, daemon=True)
-    learner.start()
-    wait_until(lambda: collector.stats()["rate/waiting_sampler"] > 0)
-    collector.shutdown()
-    learner.join(PATIENCE)
+    with beside(draw):
+        wait_until(lambda: collector.stats()["rate/waiting_sampler"] > 0)
+        collector.shutdown()
     assert "the collector has ended" in ended[0]
 
 

@@ -16,6 +16,7 @@ from torchrl.data import RayReplayBuffer, ReplayBuffer
 from torchrl.data.replay_buffers import ray_buffer
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.same_data import assert_same
 from torchrl_mt._hosts.ray import Sent, for_buffer
@@ -49,9 +50,11 @@ def make_engine():
 def play(turns, buffer):
     """Write a batch of conversations to a buffer; return it."""
     batches = []
-    with MultiTurnCollector(
-        *(Chat, make_engine, [{"turns": turns}]),
-        episodes_per_batch=EPISODES,
+    with collecting(
+        Chat,
+        make_engine,
+        [{"turns": turns}],
+        n=EPISODES,
         total_episodes=EPISODES,
         replay_buffer=buffer,
         postproc=lambda batch: batches.append(batch) or batch,
@@ -119,15 +122,10 @@ class Measured(ReplayBuffer):
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False
-    )
+def cluster(ray_cluster):
     # The actors need not find these modules: what is in them travels by value.
     for name in (__name__, Chat.__module__, ScriptedEngine.__module__):
-        ray.cloudpickle.register_pickle_by_value(sys.modules[name])
-    yield
-    ray.shutdown()
+        ray_cluster.cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import FrozenInstanceError
 
 import pytest
+from torchrl.collectors import BaseCollector
 
 from tests.collectors.chats import Chat
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits, MultiTurnCollector
@@ -13,7 +15,7 @@ from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits, MultiTu
 
 def collector(engine, **kwargs):
     data = [{"turns": 1, "k": k} for k in range(4)]
-    return MultiTurnCollector(Chat, engine, data, **{"episodes_per_batch": 4, **kwargs})
+    return MultiTurnCollector(Chat, engine, **{"data": data, "episodes_per_batch": 4, **kwargs})
 
 
 def test_each_setting_has_one_place():
@@ -23,6 +25,7 @@ def test_each_setting_has_one_place():
     records = (CollectorOptions, ChatOptions, Limits)
     names = [*parameters, *(name for record in records for name in vars(record()))]
     assert len(names) == len(set(names))
+    assert issubclass(MultiTurnCollector, BaseCollector)
 
 
 def test_one_record_serves_several_collectors_and_does_not_change(engine):
@@ -41,43 +44,65 @@ def test_one_record_serves_several_collectors_and_does_not_change(engine):
         ({"shufle": True}, TypeError, "argument 'shufle'"),
         ({"limits": {"max_turns": 3}}, TypeError, r"class Limits, got .*give Limits\("),
         ({"options": {"seed": 3}}, TypeError, r"CollectorOptions, got .*give CollectorOptions\("),
+        ({"data": []}, ValueError, "data must hold at least one item, got none"),
+        ({"episodes_per_batch": 0}, ValueError, "episodes_per_batch must be at least 1, got 0"),
+        ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0"),
+        (
+            {"group_size": 3},
+            ValueError,
+            "episodes_per_batch must be a multiple of group_size=3, got 4",
+        ),
+        ({"group_size": 2, "total_episodes": 5}, ValueError, "total_episodes must be a multiple"),
+        ({"max_concurrency": 0}, ValueError, "max_concurrency must be at least 1, got 0"),
         ({"max_retries": -1}, ValueError, "max_retries must be at least 0, got -1"),
-        ({"max_consecutive_failures": 0}, ValueError, "must be at least 1, got 0"),
+        (
+            {"max_consecutive_failures": 0},
+            ValueError,
+            "max_consecutive_failures must be at least 1",
+        ),
     ],
 )
 def test_what_a_collector_cannot_mean_is_refused(engine, kwargs, error, match):
+    threads = threading.active_count()
     with pytest.raises(error, match=match):
         collector(engine, **kwargs)
+    assert threading.active_count() == threads
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "match"),
+    ("record", "kwargs", "error", "match"),
     [
+        (CollectorOptions, {"incomplete_groups": "lose"}, ValueError, "must be one of .*lose"),
         (
-            lambda: CollectorOptions(incomplete_groups="lose"),
+            CollectorOptions,
+            {"staleness": "delivry"},
             ValueError,
-            "incomplete_groups must be one of .*lose",
+            "must be one of .*got 'delivry'. Did you mean 'delivery'?",
         ),
-        (
-            lambda: CollectorOptions(staleness="delivry"),
-            ValueError,
-            "staleness must be one of .*got 'delivry'. Did you mean 'delivery'?",
+        (CollectorOptions, {"total_attempts": 0}, ValueError, "must be at least 1"),
+        (CollectorOptions, {"env_workers": 0}, ValueError, "must be at least 1, got 0"),
+        (CollectorOptions, {"seed": "x"}, TypeError, "must be an int, got 'x'"),
+        (CollectorOptions, {"chat": {}}, TypeError, "must be of class ChatOptions, got {}"),
+        (ChatOptions, {"on_break": "raise"}, ValueError, "must be one of .*got 'raise'"),
+        (ChatOptions, {"template": "own"}, ValueError, "must be one of .*got 'own'"),
+        *(
+            (
+                ChatOptions,
+                {"max_prompt_tokens": bad},
+                ValueError,
+                "must be a positive integer, got ",
+            )
+            for bad in (0, -1, 1.5, True, "8")
         ),
-        (
-            lambda: CollectorOptions(total_attempts=0),
-            ValueError,
-            "total_attempts must be at least 1",
+        *(
+            (Limits, {name: 0}, ValueError, "must be at least 1, or None for no limit, got 0")
+            for name in ("max_turns", "max_response_tokens", "max_episode_tokens")
         ),
-        (lambda: CollectorOptions(seed="x"), TypeError, "seed must be an int, got 'x'"),
-        (lambda: CollectorOptions(chat={}), TypeError, "chat must be of class ChatOptions, got {}"),
-        (
-            lambda: ChatOptions(on_break="raise"),
-            ValueError,
-            "on_break must be one of .*got 'raise'",
-        ),
-        (lambda: ChatOptions(template="own"), ValueError, "template must be one of .*got 'own'"),
+        (Limits, {"on_timeout": "keep"}, ValueError, "must be one of .*, got 'keep'"),
+        (Limits, {"on_cut": "go"}, ValueError, "must be one of 'end', 'continue', got 'go'"),
     ],
 )
-def test_a_record_refuses_what_it_cannot_mean(make, error, match):
-    with pytest.raises(error, match=match):
-        make()
+def test_a_record_refuses_what_it_cannot_mean(record, kwargs, error, match):
+    (name,) = kwargs
+    with pytest.raises(error, match=f"{name} {match}"):
+        record(**kwargs)

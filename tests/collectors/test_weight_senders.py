@@ -20,8 +20,8 @@ from torchrl.weight_update.llm.sglang_nccl import SGLangWeightSender, SGLangWeig
 from torchrl.weight_update.llm.vllm_nccl import VLLMWeightSender, VLLMWeightSyncScheme
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.conftest import WORDS
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
 
@@ -89,7 +89,7 @@ def versions(batch):
 @pytest.mark.parametrize("make_sender", [vllm, sglang, Updater])
 def test_weights_that_torchrl_sends_are_counted(engine, model, make_sender):
     sender = make_sender(model)
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         sender.register_collector(collector)
         stream = iter(collector)
         for version in range(3):
@@ -98,7 +98,7 @@ def test_weights_that_torchrl_sends_are_counted(engine, model, make_sender):
             sender.update_weights()
         state = collector.state_dict()
     engine.version = 1  # as in a process that goes on
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         collector.load_state_dict(state)
         sender = make_sender(model)
         sender.register_collector(collector)
@@ -119,7 +119,7 @@ def test_an_update_that_uses_a_sender_counts_once(tokenizer, model, asynchronous
         *("http://127.0.0.1:1", "m", tokenizer),
         on_update=later if asynchronous else sender.update_weights,
     )
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         sender.register_collector(collector)
         collector.update_policy_weights_(model)
         assert len(sender._transport.sent) == collector.policy_version == 1
@@ -132,7 +132,7 @@ def test_a_server_that_only_a_sender_updates_is_counted(tokenizer, model):
     """It has no way to take weights of its own."""
     engine = CompletionsEngine("http://127.0.0.1:1", "m", tokenizer)
     sender = vllm(model)
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         sender.register_collector(collector)
         sender.update_weights()
         assert collector.policy_version == engine.version == 1
@@ -142,7 +142,7 @@ def test_a_server_that_only_a_sender_updates_is_counted(tokenizer, model):
 def test_a_policy_is_not_given_what_it_has(tokenizer, model):
     given = []
     engine = PolicyEngine(lambda td: td, tokenizer=tokenizer, on_update=given.append, check=False)
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         collector.increment_version()
         assert collector.policy_version == engine.version == 1
         assert not given
@@ -161,7 +161,7 @@ def test_a_weight_updater_sends_what_update_policy_weights_is_given(engine, mode
 
     for made in (Updater(model), Counting(model)):
         sent = []
-        with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+        with collecting(Chat, engine) as collector:
             before = collector.policy_version
             collector.weight_updater = made
             collector.update_policy_weights_(dict(model.state_dict()))
@@ -203,7 +203,7 @@ def test_weights_arrive_between_two_steps_and_are_counted(make_scheme, tokenizer
     sender = make_scheme()
     sender.init_on_sender(model_id="policy", model=trained, devices=[torch.device("cpu")])
     receiver = other_end(sender)
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         stream = iter(collector)
         assert set(versions(next(stream))) == {0}
         sender.connect()
@@ -221,7 +221,7 @@ def test_weights_arrive_between_two_steps_and_are_counted(make_scheme, tokenizer
 
 
 def test_no_weights_are_waited_for_by_the_scheme_that_sends_none(engine):
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector:
+    with collecting(Chat, engine) as collector:
         collector.register_scheme_receiver({"policy": NoWeightSyncScheme()})
         collector.receive_weights()
         assert collector.policy_version == 0
@@ -229,9 +229,7 @@ def test_no_weights_are_waited_for_by_the_scheme_that_sends_none(engine):
 
 def test_weights_that_are_given_are_received(tokenizer, language_model):
     trained = noisy(language_model)
-    with MultiTurnCollector(
-        Chat, TransformersEngine(language_model, tokenizer), episodes_per_batch=1
-    ) as collector:
+    with collecting(Chat, TransformersEngine(language_model, tokenizer)) as collector:
         collector.receive_weights(trained)
         assert has_weights(collector.engine, trained)
         assert collector.policy_version == 1
@@ -253,7 +251,7 @@ def test_weights_that_are_given_are_received(tokenizer, language_model):
 )
 def test_schemes_that_bring_no_weights_here_are_refused(engine, schemes, words):
     with (
-        MultiTurnCollector(Chat, engine, episodes_per_batch=1) as collector,
+        collecting(Chat, engine) as collector,
         pytest.raises((TypeError, ValueError), match=words),
     ):
         collector.register_scheme_receiver(schemes)

@@ -81,8 +81,7 @@ class _Known:
     prompt: Prompt
     in_dialogue: Mapping[str, Any]
     said: Mapping[str, Any]
-    token_ids: list[int]
-    last_token: int | None
+    completion: Completion
 
 
 class ChatTokensCache:
@@ -201,8 +200,8 @@ class Conversation:
                     before,
                     new,
                     known.prompt.token_ids,
-                    known.token_ids,
-                    last_token=known.last_token,
+                    known.completion.token_ids,
+                    last_token=known.completion.stop_token,
                 )
         except (TypeError, ValueError) as error:
             raise RequestError(str(error), "messages") from error
@@ -235,10 +234,11 @@ class Conversation:
             completion: the sampled tokens.
             stops: strings at which the text ends.
         """
-        token_ids = list(completion.token_ids)
-        last = completion.stop_token
         answer = prompt.chat.read(
-            token_ids, prompt_ids=prompt.token_ids, messages=prompt.dialogue, last_token=last
+            completion.token_ids,
+            prompt_ids=prompt.token_ids,
+            messages=prompt.dialogue,
+            last_token=completion.stop_token,
         )
         said = answer.message
         calls = said.get("tool_calls") if prompt.may_call else None
@@ -265,7 +265,7 @@ class Conversation:
         node = self._root
         for identity in [*prompt.path, *identities([message])]:
             node = node.after.setdefault(identity, _Node())
-        node.reply = _Known(prompt, answer.in_dialogue, answer.message, token_ids, last)
+        node.reply = _Known(prompt, answer.in_dialogue, answer.message, completion)
         return Reply(message, reason, completion, said)
 
     def _find(self, path: Sequence[Hashable]) -> tuple[_Known | None, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -23,6 +23,9 @@ from torchrl_mt.transforms.episode_entries import images_of_prompts
 from torchrl_mt.transforms.turn_tree import find_parents
 from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.rows import NEW
+
+if TYPE_CHECKING:
+    from torchrl_mt.agents.session import Session
 
 __all__ = ["Interaction", "export_interactions"]
 
@@ -86,18 +89,8 @@ class Interaction:
         }
 
 
-class _Session(Protocol):
-    """What is read of a session."""
-
-    def turns(self) -> list[Turn]: ...
-    @property
-    def completion_ids(self) -> list[str]: ...
-    @property
-    def transcript(self) -> list[dict[str, Any]]: ...
-
-
 def export_interactions(
-    session_or_episode: _Session | Episode | TensorDictBase,
+    session_or_episode: Session | Episode | TensorDictBase,
     style: Style = "individual",
     discount: float = 1.0,
 ) -> dict[str, Interaction]:
@@ -185,7 +178,7 @@ _Said = tuple[list[Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def _read(
-    source: _Session | Episode | TensorDictBase,
+    source: Session | Episode | TensorDictBase,
 ) -> tuple[list[Turn], list[str], dict[int, _Said]]:
     """The turns, their ids, and what the requests and responses of some of them say."""
     if isinstance(source, (Episode, TensorDictBase)):

@@ -13,22 +13,13 @@ from torchrl_mt.strict_json import read_json
 from torchrl_mt.vision import StoredImage, VisionProcessor
 from torchrl_mt.vision.messages import is_image_part, refuse_links, with_stored_images
 
-__all__ = ["check_content", "for_template", "has_images", "identities", "stored_images"]
+__all__ = ["content_of", "for_template", "has_images", "identities", "stored_images"]
 
 
 def has_images(message: Mapping[str, Any]) -> bool:
     """Whether a message's content has parts that are images."""
     content = message.get("content")
     return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
-
-
-def check_content(message: Mapping[str, Any]) -> None:
-    """Check a message's content: a string, ``None``, or a list of parts that are texts or images.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
-    _content(message)
 
 
 def stored_images(
@@ -51,7 +42,7 @@ def stored_images(
     return with_stored_images(messages, vision)
 
 
-def _content(message: Mapping[str, Any]) -> str | tuple[str | StoredImage, ...]:
+def content_of(message: Mapping[str, Any]) -> str | tuple[str | StoredImage, ...]:
     """A message's text; if it has images, its texts and images in order.
 
     Raises:
@@ -103,7 +94,7 @@ def identities(messages: Sequence[Mapping[str, Any]]) -> list[Hashable]:
         )
         id = message.get("tool_call_id")
         result_of = None if id is None else places.get(str(id), str(id))
-        found.append((_role(message), _content(message), called, result_of))
+        found.append((_role(message), content_of(message), called, result_of))
         for c, call in enumerate(calls):
             places[str(call.get("id"))] = (k, c)
     return found
@@ -115,7 +106,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     Content with images is a list of parts, with images as :func:`stored_images` left them.
     """
     plain = {name: value for name, value in message.items() if value is not None}
-    content = _content(message)
+    content = content_of(message)
     if not isinstance(content, str):
         plain["content"] = [
             {"type": "text", "text": part}

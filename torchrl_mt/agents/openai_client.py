@@ -15,7 +15,7 @@ import httpx
 from torchrl_mt.agents.conversation import ChatTokensCache, Conversation, Prompt
 from torchrl_mt.agents.requests import ChatRequest, RequestError, decoded, read_chat
 from torchrl_mt.agents.responses import chat_completion, event_stream, model_list
-from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
+from torchrl_mt.collectors.recorder import LimitReached
 from torchrl_mt.collectors.settings import ChatOptions
 from torchrl_mt.engines import Completion, Engine
 
@@ -126,16 +126,10 @@ class _InProcess(httpx.AsyncBaseTransport):
         )
 
     async def _sample(self, prompt: Prompt, request: ChatRequest, k: int) -> Completion:
-        sampling = dict(request.sampling)
-        if prompt.images:
-            sampling["images"] = prompt.images
+        sampling = request.arguments(prompt.images)
         if "seed" in sampling:
             sampling["seed"] += k
         try:
-            return await self._engine.generate(
-                prompt.token_ids, max_new_tokens=request.max_new_tokens, **sampling
-            )
-        except LimitReached as limit:
-            raise RequestError(str(limit), kind="limit_error", code=LIMIT_CODE) from limit
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
+            return await self._engine.generate(prompt.token_ids, **sampling)
+        except (LimitReached, TypeError, ValueError) as error:
+            raise request.refusal(error) from error

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.agents.messages import check_content
+from torchrl_mt.agents.messages import content_of
+from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached
 from torchrl_mt.engines.sampling import checked_number
 from torchrl_mt.engines.stop_strings import checked_stop
 from torchrl_mt.strict_json import read_json
+from torchrl_mt.vision import StoredImage
 
 __all__ = ["ChatRequest", "RequestError", "TokensRequest", "decoded", "read_chat", "read_tokens"]
 
@@ -80,7 +82,7 @@ class _Request:
     model: str
     """The model that it asks for; ``""`` if it names none."""
     sampling: dict[str, Any]
-    """Arguments for the engine's ``generate``."""
+    """Sampling parameters."""
     max_new_tokens: int | None
     stream: bool
     with_usage: bool
@@ -90,6 +92,18 @@ class _Request:
     def stops(self) -> Sequence[str]:
         """The strings that end the reply."""
         return self.sampling.get("stop", ())
+
+    def arguments(self, images: Sequence[StoredImage] = ()) -> dict[str, Any]:
+        """Arguments for the engine's ``generate``; engines for text need not know of images."""
+        shown = {"images": images} if images else {}
+        return {"max_new_tokens": self.max_new_tokens, **self.sampling, **shown}
+
+    def refusal(self, error: Exception) -> RequestError:
+        """The error of a call that a limit or the engine refused."""
+        if isinstance(error, LimitReached):
+            return RequestError(str(error), kind="limit_error", code=LIMIT_CODE)
+        named = [name for name in self.sampling if str(error).startswith(name)]
+        return RequestError(str(error), *named[:1])
 
 
 @dataclass(frozen=True)
@@ -141,40 +155,29 @@ def read_chat(body: Mapping[str, Any], *, several: bool = False) -> ChatRequest:
     """
     known = _CHAT | ({"n", "logprobs"} if several else set())
     common = _read_common(body, known)
-    messages = body.get("messages")
-    if not _is_list(messages) or not messages:
-        raise RequestError(
-            f"messages must be a list of messages, got {_shown(messages)}.", "messages"
-        )
+    messages: Any = body.get("messages")
+    _require(_is_list(messages) and messages, "messages must be a list of messages", messages)
     for k, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(
-                f"messages[{k}] must be a mapping with a role, got {_shown(message)}.", "messages"
-            )
+        has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        _require(has_role, f"messages[{k}] must be a mapping with a role", message, "messages")
         try:
-            check_content(message)
+            content_of(message)
         except ValueError as error:
             raise RequestError(f"messages[{k}]: {error}", "messages") from None
         _check_calls(message.get("tool_calls"), k)
         _check_text(message.get("tool_call_id"), f"messages[{k}].tool_call_id")
     kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, Mapping):
-        raise RequestError(
-            f"chat_template_kwargs must be a mapping, got {_shown(kwargs)}.", "chat_template_kwargs"
-        )
+    _require(isinstance(kwargs, Mapping), "chat_template_kwargs must be a mapping", kwargs)
     effort = body.get("reasoning_effort")
     if effort is not None:
-        if not isinstance(effort, str):
-            raise RequestError(
-                f"reasoning_effort must be a string, got {_shown(effort)}.", "reasoning_effort"
-            )
+        _require(isinstance(effort, str), "reasoning_effort must be a string", effort)
         kwargs = {"reasoning_effort": effort, **kwargs}
     tools = body.get("tools")
-    if tools is not None and not (
+    are_schemas = tools is None or (
         _is_list(tools)
         and all(isinstance(t, Mapping) and isinstance(t.get("function", t), Mapping) for t in tools)
-    ):
-        raise RequestError(f"tools must be a list of JSON schemas, got {_shown(tools)}.", "tools")
+    )
+    _require(are_schemas, "tools must be a list of JSON schemas", tools)
     n = body.get("n") if several else None
     if n is not None:
         _checked("n", checked_number, "n", n)
@@ -229,31 +232,31 @@ def _read_common(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> d
         _checked(name, checked_number, name, value)
     if stops:
         sampling["stop"] = stops
-    if not isinstance(body.get("model") or "", str):
-        raise RequestError(f"model must be a name, got {_shown(body['model'])}.", "model")
-    if not isinstance(body.get("stream") or False, bool):
-        raise RequestError(f"stream must be true or false, got {_shown(body['stream'])}.", "stream")
+    model, stream = body.get("model") or "", body.get("stream") or False
     options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise RequestError(
-            f"stream_options must be a mapping, got {_shown(options)}.", "stream_options"
-        )
+    _require(isinstance(model, str), "model must be a name", model)
+    _require(isinstance(stream, bool), "stream must be true or false", stream)
+    _require(isinstance(options, Mapping), "stream_options must be a mapping", options)
     return {
-        "model": body.get("model") or "",
+        "model": model,
         "sampling": sampling,
         "max_new_tokens": _max_new_tokens(body),
-        "stream": bool(body.get("stream")),
+        "stream": stream,
         "with_usage": bool(options.get("include_usage")),
     }
 
 
 def _max_new_tokens(body: Mapping[str, Any]) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if value is None:
-            continue
-        return _checked(name, checked_number, "max_new_tokens", value)
+        if body.get(name) is not None:
+            return _checked(name, checked_number, "max_new_tokens", body[name])
     return None
+
+
+def _require(is_right: Any, what: str, value: Any, field: str | None = None) -> None:
+    """Refuse a request whose field, by default the first word of ``what``, is wrong."""
+    if not is_right:
+        raise RequestError(f"{what}, got {_shown(value)}.", field or what.partition(" ")[0])
 
 
 def _checked(field: str, check: Callable[..., Any], *args: Any) -> Any:
@@ -267,13 +270,11 @@ def _checked(field: str, check: Callable[..., Any], *args: Any) -> Any:
 def _check_calls(calls: Any, k: int) -> None:
     if calls is None:
         return
-    if not _is_list(calls) or not all(
+    are_calls = _is_list(calls) and all(
         isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
-    ):
-        raise RequestError(
-            f"messages[{k}].tool_calls must be a list of calls of functions, got {_shown(calls)}.",
-            "messages",
-        )
+    )
+    what = f"messages[{k}].tool_calls must be a list of calls of functions"
+    _require(are_calls, what, calls, "messages")
     for c, call in enumerate(calls):
         _check_text(call.get("id"), f"messages[{k}].tool_calls[{c}].id")
         name = call["function"].get("name")
@@ -281,8 +282,7 @@ def _check_calls(calls: Any, k: int) -> None:
 
 
 def _check_text(value: Any, what: str) -> None:
-    if value is not None and not isinstance(value, str):
-        raise RequestError(f"{what} must be text, got {_shown(value)}.", "messages")
+    _require(value is None or isinstance(value, str), f"{what} must be text", value, "messages")
 
 
 def _alike(plain: Any) -> tuple[type, ...]:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -27,7 +27,8 @@ from torchrl_mt.agents.requests import (
 from torchrl_mt.agents.responses import chat_completion, text_completion
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors.episode import Turn
-from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
+from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
+from torchrl_mt.collectors.recorder import LimitReached, Recorder
 from torchrl_mt.engines import Completion, Engine
 from torchrl_mt.vision import StoredImage
 
@@ -36,17 +37,14 @@ __all__ = ["Call", "Model", "Session"]
 _Body = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Model:
-    """A model beside the policy, whose calls are no turns.
+    """A model beside the policy, whose calls are no turns."""
 
-    Args:
-        engine: samples its replies.
-        chats: converts messages to its tokens.
-    """
-
-    def __init__(self, engine: Engine, chats: ChatTokensCache) -> None:
-        self.engine = engine
-        self.chats = chats
+    engine: Engine
+    """Samples its replies."""
+    chats: ChatTokensCache
+    """Converts messages to its tokens."""
 
 
 class Call:
@@ -208,10 +206,7 @@ class Session:
             return
         self.is_closed = True
         self._on_close(self)
-        running = [call.task for call in self._calls if not call.task.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(call.task for call in self._calls if not call.task.done())
         for call in reversed(self._calls):
             if call.turn is not None and not call.is_delivered:
                 self._recorder.drop(call.turn)
@@ -269,20 +264,15 @@ class Session:
         images: Sequence[StoredImage] = (),
     ) -> Completion:
         """Sample a reply; the policy's is a turn from here on."""
-        sampling = {"max_new_tokens": request.max_new_tokens, **request.sampling}
-        if images:
-            sampling["images"] = images
+        sampling = request.arguments(images)
         try:
             if other is None:
                 call.turn = await self._recorder.take_turn(prompt_ids, **sampling)
                 completion = call.turn.completion
             else:
                 completion = await other.engine.generate(prompt_ids, **sampling)
-        except LimitReached as limit:
-            raise RequestError(str(limit), kind="limit_error", code=LIMIT_CODE) from limit
-        except (TypeError, ValueError) as error:
-            named = [name for name in request.sampling if str(error).startswith(name)]
-            raise RequestError(str(error), *named[:1]) from error
+        except (LimitReached, TypeError, ValueError) as error:
+            raise request.refusal(error) from error
         except Exception as error:
             if self._recorder.closed:  # Its time is up.
                 raise ended() from error

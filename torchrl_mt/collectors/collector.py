@@ -25,6 +25,7 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
+from tqdm.auto import tqdm
 
 from torchrl_mt._hosts.ray import check_sent_buffer, for_buffer, send_results_compactly
 from torchrl_mt._hosts.torchrl import as_remote
@@ -36,7 +37,7 @@ from torchrl_mt.collectors.items.curriculum import Curriculum
 from torchrl_mt.collectors.items.items import Items
 from torchrl_mt.collectors.limits import Limits
 from torchrl_mt.collectors.playing.episode_player import EpisodePlayer, Player
-from torchrl_mt.collectors.playing.version_offset import VersionOffset
+from torchrl_mt.collectors.playing.version_offset import VersionOffset, count_update
 from torchrl_mt.collectors.recorder import limits_of_play
 from torchrl_mt.collectors.scheduling.failure_limits import FailurePolicy
 from torchrl_mt.collectors.scheduling.group_filters import refusal_of
@@ -52,7 +53,6 @@ from torchrl_mt.collectors.scheduling.training_run import TrainingRun
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds
 from torchrl_mt.collectors.settings import CollectorOptions
 from torchrl_mt.collectors.statistics.episode_counts import EpisodeCounts
-from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
 from torchrl_mt.collectors.weight_receivers import check_scheme, receiving_model
 from torchrl_mt.collectors.workflow import Workflow
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
@@ -146,14 +146,16 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         options = CollectorOptions() if options is None else options
         check_class("limits", limits, Limits)
         check_class("options", options, CollectorOptions)
-        _require_sizes(
-            episodes_per_batch=(episodes_per_batch, 1),
-            group_size=(group_size, 1),
-            max_concurrency=(max_concurrency, 1),
-            max_retries=(max_retries, 0),
-            max_consecutive_failures=(max_consecutive_failures, 1),
-            max_staleness=(max_staleness, 0),
-        )
+        for name, size, least in (
+            ("episodes_per_batch", episodes_per_batch, 1),
+            ("group_size", group_size, 1),
+            ("max_concurrency", max_concurrency, 1),
+            ("max_retries", max_retries, 0),
+            ("max_consecutive_failures", max_consecutive_failures, 1),
+            ("max_staleness", max_staleness, 0),
+        ):
+            if size is not None:
+                check_at_least(name, size, least)
         for name, episodes in (
             ("episodes_per_batch", episodes_per_batch),
             ("total_episodes", max(total_episodes, 0)),
@@ -215,11 +217,12 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         self._ids, self._eval_ids = RunIds(), RunIds()
         # Held during a delivery, so that state_dict() never shows half of one.
         self._delivering = threading.RLock()
-        self._dump = None if dump_dir is None else EpisodeDump(dump_dir, self._player.tokenizer)
-        if self._dump is not None:
-            self._counts.on_reject = self._dump.record_rejected
-        total = None if total_episodes < 0 else total_episodes
-        self._progress = ProgressBar(total) if options.progress else None
+        self._dump: EpisodeDump | None = None
+        if dump_dir is not None:
+            self._dump = dump = EpisodeDump(dump_dir, self._player.tokenizer)
+            self._counts.on_reject = lambda episodes, why: dump.record(episodes, rejected=why)
+        self._progress: Any = None
+        """The progress bar of an iteration, from its first batch on."""
         self._warn_of_cuts = CutWarning()
         self._updating = False
         self._push_seconds = 0.0
@@ -263,6 +266,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         finally:
             if self._progress is not None:
                 self._progress.close()
+                self._progress = None
 
     def _in_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the event loop of the episodes."""
@@ -283,7 +287,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                 batch = self.postproc(batch)
         with self._delivering:
             # Read before the write: a reader of the buffer may update the weights at once.
-            version = self.engine.version
+            version = self.policy_version
             if self._staleness is not None and self._staleness.is_exceeded(episodes):
                 raise _TooOldError
             if self.replay_buffer is not None:
@@ -291,22 +295,26 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
                     self.replay_buffer.extend(for_buffer(batch, self.replay_buffer))
             if self.rate_limit is not None:
                 self._pace.wrote(len(episodes))
-            self._run.deliver(groups, version, self.policy_version)
+            self._run.deliver(groups, version)
         self._items.hand_over()
         limits = limits_of_play(self.limits, self.sampling.get("max_new_tokens"), self.engine)
         self._warn_of_cuts(episodes, limits)
         if self._dump is not None:
             self._dump.record(episodes)
-        if self._progress is not None:
-            refused = self._counts.count("groups/refused")
-            self._progress.show(
-                len(episodes),
-                self._counts.accepted,
-                reward=f"{_mean_reward(episodes):.3g}",
-                rejected=self._counts.count("rejected"),
-                version=self.policy_version,
-                **({"refused": refused} if self.options.accept_group else {}),
-            )
+        if self.options.progress:
+            if self._progress is None:
+                total = None if self.total_episodes < 0 else self.total_episodes
+                before = self._counts.accepted - len(episodes)
+                self._progress = tqdm(total=total, initial=before, unit="ep")
+            facts = {
+                "reward": f"{_mean_reward(episodes):.3g}",
+                "rejected": self._counts.count("rejected"),
+                "version": self.policy_version,
+            }
+            if self.options.accept_group is not None:
+                facts["refused"] = self._counts.count("groups/refused")
+            self._progress.set_postfix(facts)
+            self._progress.update(len(episodes))
         if self.replay_buffer is not None:
             return None
         send_results_compactly()
@@ -334,14 +342,14 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         """Make the training run that starts from the current items, counts and weights."""
         lead = left = None
         if self.max_staleness is not None:
-            lead = Lead(self.max_staleness, self.episodes_per_batch, self.engine.version)
+            lead = Lead(self.max_staleness, self.episodes_per_batch, self.policy_version)
         if self.total_episodes >= 0:
             left = self.total_episodes - self._counts.accepted
         extra = ExpectedEntries()
         # With max_staleness, tasks of the event loop hold the run: they must not keep a collector alive
         # that was dropped without shutdown().
-        me, engine = weakref.proxy(self), self.engine
-        player = GroupPlayer(
+        me, player = weakref.proxy(self), self._player
+        group_player = GroupPlayer(
             lambda episode: me._play(episode, extra),
             size=self.group_size,
             failures=self.failures,
@@ -351,7 +359,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             refusal_of=self._refusal_of(),
         )
         scheduler = Scheduler(
-            player,
+            group_player,
             self._items,
             numbers=self._numbers,
             group_ids=self._ids.groups,
@@ -361,7 +369,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         return TrainingRun(
             scheduler,
             lead,
-            lambda: engine.version,
+            lambda: player.engine.version,
             episodes_left=left,
             may_begin=self._may_begin,
         )
@@ -702,10 +710,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
         """
         if self._updating:
             return
-        if hasattr(self.engine, "count_update"):
-            self.engine.count_update()
-        else:
-            self.engine.update_weights(None)
+        count_update(self.engine)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch's global generator and, if data is shuffled or absent, restart the items.
@@ -813,18 +818,19 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             TimeoutError: if something still runs after ``timeout``; it is left in daemon threads.
         """
         begin = time.monotonic()
+
+        def left() -> float | None:
+            return None if timeout is None else max(0.0, timeout + begin - time.monotonic())
+
         ended = self._thread.close(timeout)
         background = self._background
         if background is not None and background is not threading.current_thread():
-            left = None if timeout is None else max(0.0, timeout + begin - time.monotonic())
-            background.join(left)
+            background.join(left())
             ended = ended and not background.is_alive()
         for scheme in self._receivers.values():
             scheme.shutdown()
         self._items.close()
-        self._player.close(
-            None if timeout is None else max(0.0, timeout + begin - time.monotonic())
-        )
+        self._player.close(left())
         if self._owns_engine:
             self.engine.close()
         self._counts.reject_running(CANCELLED)
@@ -869,10 +875,3 @@ _ALL = 2**62
 
 _ATTEMPTS = 10
 """Default of ``total_attempts``, in groups of one batch."""
-
-
-def _require_sizes(**sizes: tuple[int | None, int]) -> None:
-    """Refuse a size below its minimum; each is ``(value, minimum)``."""
-    for name, (value, least) in sizes.items():
-        if value is not None:
-            check_at_least(name, value, least)

@@ -60,7 +60,7 @@ class EpisodeDump:
         self.dump_dir.mkdir(parents=True, exist_ok=True)
         self.tokenizer = tokenizer
         self.errors = 0
-        """Number of failed calls of :meth:`record` and :meth:`record_rejected`."""
+        """Number of failed calls of :meth:`record`."""
         self._written: set[str] = set()
         """Files of images that are there."""
 
@@ -74,10 +74,6 @@ class EpisodeDump:
                 _logger.warning(
                     "episodes could not be dumped; further errors are only counted.", exc_info=error
                 )
-
-    def record_rejected(self, episodes: Iterable[Episode], cause: str) -> None:
-        """As :meth:`record`, of rejected episodes."""
-        self.record(episodes, rejected=cause)
 
     def write(
         self, episodes: Iterable[Episode], *, is_eval: bool = False, rejected: str | None = None

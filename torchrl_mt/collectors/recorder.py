@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Any, TypeVar
+from typing import Any
 
 from torchrl_mt.checks import check_at_least, check_token_ids
 from torchrl_mt.collectors.episode import Episode, Turn, parent_of
@@ -24,8 +24,6 @@ from torchrl_mt.threads import within
 from torchrl_mt.vision import StoredImage
 
 __all__ = ["LIMIT_CODE", "LimitReached", "Recorder", "limits_of_play", "within"]
-
-_T = TypeVar("_T")
 
 _LINES = 4
 """Number of an episode's last conversations that further prompts share memory with."""

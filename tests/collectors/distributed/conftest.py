@@ -124,14 +124,6 @@ def in_threads(monkeypatch):
             worker.host.close()
 
 
-@pytest.fixture(scope="module")
-def ray_cluster():
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.fixture(params=["process", "ray"])
 def distributed(request):
     """Make collectors with workers in processes or actors."""

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.collectors.distributed.played import (
     Picky,
@@ -20,6 +21,7 @@ from tests.collectors.distributed.played import (
     slow_engine,
     weights,
 )
+from tests.collectors.runs import balanced, beside, versions_in
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.collectors.distributed import workers
@@ -42,17 +44,10 @@ OPTIONS = {
 
 def versions_are_right(batch):
     """Weights of version ``v`` are ``v`` in these tests, and log-probs lie in ``[v - 1, v]``."""
-    for log_probs, versions in zip(
-        batch.get(("log_probs", "response"), as_list=True),
-        batch.get(("versions", "response"), as_list=True),
-        strict=True,
-    ):
-        assert ((log_probs <= versions) & (log_probs >= versions - 1)).all()
-
-
-def balanced(collector):
-    stats = collector.stats()
-    return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+    log_probs, versions = (
+        torch.cat(batch.get((name, "response"), as_list=True)) for name in ("log_probs", "versions")
+    )
+    assert ((log_probs <= versions) & (log_probs >= versions - 1)).all()
 
 
 @pytest.mark.parametrize(
@@ -81,8 +76,8 @@ def test_no_item_is_lost_or_doubled_when_workers_die(in_threads, tmp_path):
 
         def watch():
             while not done.is_set():
-                if not balanced(collector):
-                    unbalanced.append(collector.stats())
+                if not balanced(stats := collector.stats()):
+                    unbalanced.append(stats)
 
         def destroy():
             rng, started = random.Random(0), in_threads.backends[-1].started
@@ -92,13 +87,10 @@ def test_no_item_is_lost_or_doubled_when_workers_die(in_threads, tmp_path):
                 rng.choice([each for each in started if not each.ended.done()]).die()
             flag.touch()
 
-        threads = [threading.Thread(target=each) for each in (watch, destroy)]
-        for thread in threads:
-            thread.start()
-        batches = list(collector)
-        threads[1].join()
-        done.set()
-        threads[0].join()
+        with beside(watch):
+            with beside(destroy):
+                batches = list(collector)
+            done.set()
         stats = collector.stats()
     found = ledger(batches)
     assert sorted(found) == [(k, member) for k in range(25) for member in range(2)]
@@ -123,10 +115,7 @@ def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
             assert collector.policy_version == version
             batch = next(iterator)
             versions_are_right(batch)
-            oldest = min(
-                int(each.min()) for each in batch.get(("versions", "response"), as_list=True)
-            )
-            assert version - 2 <= oldest <= version
+            assert version - 2 <= min(versions_in(batch)) <= version
             collector.update_policy_weights_(weights(version + 1.0))
         wait_until(lambda: len(in_threads.backends[-1].started) == 3)
         collector.increment_version()
@@ -186,19 +175,15 @@ def test_a_shutdown_ends_an_update_with_an_error(in_threads):
     with in_threads(Talk, StuckEngine, items(4), **OPTIONS) as collector:
         may_load.clear()
         started = in_threads.backends[-1].started
-        closing = threading.Thread(
-            target=lambda: (
-                wait_until(lambda: all("update" in each.methods for each in started)),
-                collector.shutdown(0.0, raise_on_error=False),
-            )
-        )
-        closing.start()
-        try:
+
+        def close():
+            wait_until(lambda: all("update" in each.methods for each in started))
+            collector.shutdown(0.0, raise_on_error=False)
+
+        with beside(close):
             with pytest.raises(RuntimeError, match="was shut down"):
                 collector.update_policy_weights_(weights(1.0))
-        finally:
             may_load.set()
-            closing.join()
 
 
 def test_on_update_sends_the_weights_elsewhere(in_threads):
@@ -233,12 +218,10 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(in_threads):
                 backend.started[-1].die()
                 wait_until(lambda number=number: len(backend.started) > number or number == 4)
 
-        thread = threading.Thread(target=destroy)
-        thread.start()
-        with pytest.raises(WorkersFailedError, match=r"died 3 times in a row.*max_restarts=2"):
+        failed = pytest.raises(WorkersFailedError, match=r"died 3 times in a row.*max_restarts=2")
+        with beside(destroy), failed:
             list(collector)
-        thread.join()
-        assert balanced(collector)
+        assert balanced(collector.stats())
 
 
 def test_evaluation_pause_and_states(in_threads):
@@ -254,9 +237,7 @@ def test_evaluation_pause_and_states(in_threads):
         collector.load_state_dict(state)
         assert collector.policy_version == 1
         rest = list(collector)
-        assert {int(v[0]) for b in rest for v in b.get(("versions", "response"), as_list=True)} == {
-            1
-        }
+        assert set().union(*map(versions_in, rest)) == {1}
     found = ledger([first, *rest])
     assert sorted(found) == [(k, member) for k in range(16) for member in range(2)]
 
@@ -307,12 +288,10 @@ def one_hangs(in_threads, monkeypatch):
 def test_a_worker_that_hangs_is_named_and_not_asked_again(in_threads, one_hangs):
     collector, said = one_hangs()
     with collector:
-        going_on = threading.Thread(target=lambda: (wait_until(lambda: said), may_go_on.set()))
-        going_on.start()
-        (batch,) = list(collector)  # It waited for the worker.
+        with beside(lambda: (wait_until(lambda: said), may_go_on.set())):
+            (batch,) = list(collector)  # It waited for the worker.
         assert len(ledger([batch])) == 7
         wait_until(lambda: len(said) == 2)
-        going_on.join()
         asked = [each.methods.count("report") for each in in_threads.backends[-1].started]
     hung, again = said
     assert "has not answered for 0 s" in hung

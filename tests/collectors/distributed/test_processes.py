@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -26,7 +25,8 @@ from tests.collectors.distributed.played import (
     slow_engine,
     weights,
 )
-from tests.collectors.distributed.test_in_threads import balanced, versions_are_right
+from tests.collectors.distributed.test_in_threads import versions_are_right
+from tests.collectors.runs import balanced, beside
 from tests.waiting import wait_until
 from torchrl_mt.collectors import (
     CollectorOptions,
@@ -95,14 +95,12 @@ def test_ten_deaths_lose_and_double_nothing(tmp_path):
                 time.sleep(0.1)
                 if pids := pids_of(collector):
                     kill(rng.choice(pids))
-                if not balanced(collector):
-                    unbalanced.append(collector.stats())
+                if not balanced(stats := collector.stats()):
+                    unbalanced.append(stats)
             flag.touch()
 
-        thread = threading.Thread(target=destroy)
-        thread.start()
-        batches = list(collector)
-        thread.join()
+        with beside(destroy):
+            batches = list(collector)
         stats = collector.stats()
     assert sorted(ledger(batches)) == [(k, member) for k in range(40) for member in range(2)]
     assert stats["accepted"] == 80
@@ -133,7 +131,7 @@ def test_a_killed_actor_is_started_again_with_the_last_weights(distributed):
             pids |= pids_in([batch])
             version += 1
             collector.update_policy_weights_(weights(version + 1.0))
-        assert balanced(collector)
+        assert balanced(collector.stats())
 
 
 def test_weights_of_models_arrive():
@@ -200,10 +198,8 @@ def test_time_runs_out_for_episodes_of_a_stopped_worker(monkeypatch):
     data = items(8, turns=20, sleep=0.1)
     options = {**OPTIONS, "limits": Limits(episode_timeout=5.0), "max_retries": 99}
     with MultiProcessCollector(Talk, SeededEngine, data, num_collectors=2, **options) as collector:
-        stopping = threading.Thread(target=stop_one, args=[collector, monkeypatch])
-        stopping.start()
-        batches = list(collector)
-        stopping.join()
+        with beside(lambda: stop_one(collector, monkeypatch)):
+            batches = list(collector)
         stats = collector.stats()
     assert len(ledger(batches)) == stats["accepted"] == 32
     assert stats["rejected"] == stats["rejected/episode_timeout"] >= 1
@@ -218,10 +214,8 @@ def test_episodes_of_a_stopped_worker_wait_for_it(monkeypatch, caplog):
             wait_until(lambda: "has not answered for 2 s" in caplog.text)
             os.kill(pid, signal.SIGCONT)
 
-        stopping = threading.Thread(target=stop_and_go)
-        stopping.start()
-        batches = list(collector)
-        stopping.join()
+        with beside(stop_and_go):
+            batches = list(collector)
         stats = collector.stats()
     assert len(ledger(batches)) == stats["accepted"] == stats["started"] == 16
     assert "(pid " in caplog.text
@@ -251,11 +245,9 @@ def test_shutting_down_in_the_middle_leaves_nothing():
         with pytest.raises(RuntimeError, match="was shut down"):
             next(iter(collector))
 
-    taking = threading.Thread(target=take)
-    taking.start()
-    wait_until(lambda: collector.stats()["running"] == 16)
-    collector.shutdown()
-    taking.join()
+    with beside(take):
+        wait_until(lambda: collector.stats()["running"] == 16)
+        collector.shutdown()
     stats = collector.stats()
     assert stats["running"] == 0
     assert stats["rejected/cancelled"] == stats["started"] == 16

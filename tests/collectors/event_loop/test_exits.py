@@ -9,14 +9,13 @@ import threading
 
 import pytest
 
+from tests.collectors.runs import collecting, failed_run, first_batch, run_of
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.envs import TextEnv, TextStep
 
-BOUND = 300.0
-"""Seconds after which a collector that hangs is left behind, so that it fails its test alone."""
 LONG = 3600.0
 LIMITS = {
     "all": Limits(tool_timeout=LONG, turn_timeout=LONG, episode_timeout=LONG),
@@ -43,26 +42,6 @@ def errors_are_looked_at(caplog):
     assert "never retrieved" not in caplog.text
     caplog.clear()
     gc.collect()
-
-
-def bounded(function):
-    """What the function returns, in a thread that the suite does not wait for should it hang."""
-    outcome = []
-
-    def work():
-        try:
-            outcome.append((function(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(BOUND)
-    assert not thread.is_alive(), "it hangs"
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
 
 
 def leave(error):
@@ -168,23 +147,22 @@ def items(where, error):
 @pytest.mark.parametrize(("env", "where"), CASES)
 @pytest.mark.parametrize("limits", first_fast(LIMITS))
 def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, staleness, caplog):
-    def play():
-        with MultiTurnCollector(
-            *(env, engine, items(where, error)),
-            episodes_per_batch=3,
-            options=CollectorOptions(cycle=False),
-            limits=LIMITS[limits],
-            max_staleness=staleness,
-        ) as collector:
-            played = []
-            for batch in collector:
-                played += [item["k"] for item in batch["data"]]
-                engine.update_weights(None)
-            return sorted(played), collector.stats()
-
-    played, stats = bounded(play)
+    played = []
+    with collecting(
+        env,
+        engine,
+        items(where, error),
+        n=3,
+        cycle=False,
+        limits=LIMITS[limits],
+        max_staleness=staleness,
+    ) as collector:
+        for batch in collector:
+            played += [item["k"] for item in batch["data"]]
+            engine.update_weights(None)
+        stats = collector.stats()
     lost = 0 if where == "close" else 3
-    assert played == [k for k in range(9) if not lost or k % 3 != 1]
+    assert sorted(played) == [k for k in range(9) if not lost or k % 3 != 1]
     assert (stats["started"], stats["accepted"], stats["running"]) == (9, 9 - lost, 0)
     assert stats.get(f"rejected/{error}", 0) == stats["rejected"] == lost
     names = [record.exc_info[0].__name__ for record in caplog.records if record.exc_info]
@@ -195,37 +173,22 @@ def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, sta
 @pytest.mark.parametrize("limits", ["none", "all"])
 @pytest.mark.parametrize("env", first_fast([Gathers, Plain, GatheringWorkflow]))
 def test_an_evaluation_and_a_group_go_on_without_it(engine, env, limits, error):
-    def play():
-        with MultiTurnCollector(
-            *(env, engine, items("step", error)),
-            episodes_per_batch=4,
-            group_size=2,
-            max_retries=1,
-            limits=LIMITS[limits],
-        ) as collector:
-            batch = next(iter(collector))
-            evaluated = collector.evaluate(items("step", error), n=2)
-            return batch, evaluated, collector.stats()
-
-    batch, evaluated, stats = bounded(play)
+    with collecting(
+        env, engine, items("step", error), n=4, group_size=2, max_retries=1, limits=LIMITS[limits]
+    ) as collector:
+        batch = next(iter(collector))
+        evaluated = collector.evaluate(items("step", error), n=2)
+        stats = collector.stats()
     assert (len(batch), len(evaluated)) == (4, 12)
     assert stats["eval/rejected"] == stats[f"eval/rejected/{error}"] == 12  # each tried twice
 
 
 @pytest.mark.parametrize("limits", ["none", "all"])
 def test_a_run_that_can_only_leave_stops(engine, limits):
-    def play():
-        with MultiTurnCollector(
-            *(Async, engine, [{"where": "step", "error": "SystemExit"}]),
-            episodes_per_batch=4,
-            limits=LIMITS[limits],
-            max_consecutive_failures=8,
-        ) as collector:
-            next(iter(collector))
-
-    with pytest.raises(RuntimeError, match="8 episodes in a row") as caught:
-        bounded(play)
-    assert isinstance(caught.value.__cause__, SystemExit)
+    data = [{"where": "step", "error": "SystemExit"}]
+    options = {"n": 4, "limits": LIMITS[limits], "max_consecutive_failures": 8}
+    cause, _ = failed_run("8 episodes in a row", Async, engine, data, **options)
+    assert isinstance(cause, SystemExit)
 
 
 @pytest.mark.parametrize("staleness", [None, 1])
@@ -234,14 +197,8 @@ def test_data_that_leaves_is_heard_of(engine, staleness):
         yield {"where": None}
         sys.exit(3)
 
-    def play():
-        with MultiTurnCollector(
-            Inline, engine, data(), episodes_per_batch=2, max_staleness=staleness
-        ) as collector:
-            next(iter(collector))
-
     with pytest.raises(SystemExit):
-        bounded(play)
+        first_batch(Inline, engine, data(), n=2, max_staleness=staleness)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -254,17 +211,12 @@ def test_an_accept_that_leaves_rejects_its_episode(engine, is_async):
     async def accept_later(episode):
         return accept(episode)
 
-    def play():
-        with MultiTurnCollector(
-            *(Inline, engine, items(None, None)),
-            episodes_per_batch=3,
-            options=CollectorOptions(cycle=False),
-            accept=accept_later if is_async else accept,
-        ) as collector:
-            return sum(map(len, collector)), collector.stats()
-
-    played, stats = bounded(play)
-    assert (played, stats["rejected/SystemExit"]) == (6, 3)
+    options = {
+        "options": CollectorOptions(cycle=False),
+        "accept": accept_later if is_async else accept,
+    }
+    batches, stats = run_of(Inline, engine, items(None, None), n=3, **options)
+    assert (sum(map(len, batches)), stats["rejected/SystemExit"]) == (6, 3)
 
 
 def test_a_loop_goes_on_whatever_its_tasks_raise():
@@ -277,16 +229,13 @@ def test_a_loop_goes_on_whatever_its_tasks_raise():
             return
         asyncio.get_running_loop().call_soon(leave, how)  # in nobody's task
 
-    def play():
-        for how in ["SystemExit", "KeyboardInterrupt", "stop"] * 20:
-            thread.run(leaves(how))
-            for error, name in ((SystemExit, "SystemExit"), (KeyboardInterrupt,) * 2):
-                with pytest.raises(error):
-                    thread.run(tools(name if isinstance(name, str) else name.__name__))
-        assert thread.run(asyncio.sleep(0, result=5)) == 5
-        return thread.close()
-
-    assert bounded(play)
+    for how in ["SystemExit", "KeyboardInterrupt", "stop"] * 20:
+        thread.run(leaves(how))
+        for error in (SystemExit, KeyboardInterrupt):
+            with pytest.raises(error):
+                thread.run(tools(error.__name__))
+    assert thread.run(asyncio.sleep(0, result=5)) == 5
+    assert thread.close()
     wait_until(lambda: "test" not in {each.name for each in threading.enumerate()})
 
 
@@ -313,21 +262,18 @@ def test_who_waits_for_a_loop_that_has_ended_gets_an_error(caplog):
 
         loop._selector.select = select
 
-    def play():
-        for coroutine in (waits(), asyncio.sleep(0)):
-            with pytest.raises(loop_thread.LoopClosedError, match="Broken: selector") as caught:
-                thread.run(coroutine)
-            assert isinstance(caught.value.__cause__, Broken)
-        return thread.close()
-
-    assert bounded(play)
+    for coroutine in (waits(), asyncio.sleep(0)):
+        with pytest.raises(loop_thread.LoopClosedError, match="Broken: selector") as caught:
+            thread.run(coroutine)
+        assert isinstance(caught.value.__cause__, Broken)
+    assert thread.close()
     assert "the event loop's thread has ended" in caplog.text
 
 
 def test_a_collector_whose_loop_has_ended_says_so(engine, monkeypatch):
     error = loop_thread.LoopClosedError("the loop has ended")
     error.__cause__ = Broken("selector")
-    with MultiTurnCollector(Inline, engine, [{"where": None}], episodes_per_batch=2) as collector:
+    with collecting(Inline, engine, [{"where": None}], n=2) as collector:
         with monkeypatch.context() as broken:
             broken.setattr(collector._thread._served, "refusal", error)
             for call in (

@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.collectors.chats import Once
+from tests.collectors.runs import collecting
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.event_loop import watchdog
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
-from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.envs import TextStep
 
 
 @pytest.fixture
@@ -47,18 +48,14 @@ def blocks_in_workflow(gate, engine):
     return {"env": Workflow()}
 
 
-class Env(TextEnv):
+class Env(Once):
+    inline = False
+
     def __init__(self, gate=None):
         self.gate = gate
 
     def __deepcopy__(self, memo):
         return type(self)(self.gate)
-
-    def reset(self, data=None):
-        return [{"role": "user", "content": "1"}]
-
-    def step(self, response):
-        return TextStep(reward=1.0, done=True)
 
 
 def blocks_in_environment(gate, engine):
@@ -95,7 +92,7 @@ def then(said, caplog, act):
 )
 def test_it_is_said_with_the_stack(block, gate, engine, caplog):
     options = block(gate, engine)
-    with MultiTurnCollector(options.pop("env"), engine, episodes_per_batch=1, **options) as made:
+    with collecting(options.pop("env"), engine, **options) as made:
         waiting = then("gate.wait()", caplog, gate.set)
         next(iter(made))
         waiting.join()
@@ -113,9 +110,7 @@ def test_a_blocking_client_that_asks_the_collectors_own_server_is_said(gate, eng
             client.request("GET", "/health")
             client.getresponse()  # For ever: the server is in this thread.
 
-    with MultiTurnCollector(
-        Agent(), engine, episodes_per_batch=1, max_consecutive_failures=1
-    ) as made:
+    with collecting(Agent(), engine, max_consecutive_failures=1) as made:
         then("client.getresponse()", caplog, lambda: opened[0].shutdown(socket.SHUT_RDWR))
         with pytest.raises(RuntimeError, match="RemoteDisconnected"):
             next(iter(made))

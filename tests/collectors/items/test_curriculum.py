@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples
-from torchrl_mt.collectors import MultiTurnCollector, SuccessRateCurriculum, WeightedCurriculum
+from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
 from torchrl_mt.collectors.items.items import Items
 
 
@@ -244,11 +245,11 @@ def test_a_collector_tells_the_curriculum_how_its_groups_went(tokenizer, max_sta
 
     curriculum = Three()
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    with MultiTurnCollector(
+    with collecting(
         Solves,
         engine,
         curriculum,
-        episodes_per_batch=4,
+        n=4,
         group_size=2,
         max_staleness=max_staleness,
         max_consecutive_failures=100,

@@ -26,6 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tests.collectors.runs import beside
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.collectors.items.items import Item, Items
 
@@ -345,58 +347,43 @@ def test_threads_share_items():
                 taken.append(item)
             items.done(item.ticket)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with beside(*[work] * 4):
+        pass
     assert sorted(ticket for ticket, _ in taken) == list(range(200))
     assert Counter(value for _, value in taken) == dict.fromkeys(range(100), 2)
 
 
 # Bad input
 
-
-@pytest.mark.parametrize(
-    "data",
-    [[], (), iter([]), lambda: iter([]), {}.keys(), set(), torch.empty(0), MapStyle(0)],
-    ids=lambda data: type(data).__name__,
-)
-def test_empty_data_is_refused_at_once(data):
-    with pytest.raises(ValueError, match="at least one item"):
-        Items(data)
-
-
-def test_an_empty_loader_is_refused_at_once():
-    with pytest.raises(ValueError, match="at least one item"):
-        Items(DataLoader(MapStyle(2), batch_size=3, drop_last=True))
-
-
-@pytest.mark.parametrize("data", [{"a": [1]}, "abc", b"abc", 3], ids=repr)
-def test_what_is_no_data_is_refused(data):
-    with pytest.raises(TypeError, match="data must"):
-        Items(data)
+EMPTY = "data must hold at least one item, got none"
 
 
 @pytest.mark.parametrize(
-    ("data", "match"),
+    ("call", "error", "text"),
     [
-        (DataLoader(MapStyle()), r"DataLoader\(\.\.\., shuffle=True\)"),
-        (Stream(), r"list\(data\)"),
-        (iter([1]), r"list\(data\)"),
-        (None, "without data"),
+        refused(EMPTY, Items, []),
+        refused(EMPTY, Items, ()),
+        refused(EMPTY, Items, iter([])),
+        refused(EMPTY, Items, lambda: iter([])),
+        refused(EMPTY, Items, {}.keys()),
+        refused(EMPTY, Items, set()),
+        refused(EMPTY, Items, torch.empty(0)),
+        refused(EMPTY, Items, MapStyle(0)),
+        refused(EMPTY, Items, DataLoader(MapStyle(2), batch_size=3, drop_last=True)),
+        refused("data must give one item after the other", Items, {"a": [1]}, error=TypeError),
+        refused("data must give one item after the other", Items, "abc", error=TypeError),
+        refused("data must give one item after the other", Items, b"abc", error=TypeError),
+        refused("data must be a list, a Dataset", Items, 3, error=TypeError),
+        refused("DataLoader(..., shuffle=True)", Items, DataLoader(MapStyle()), shuffle=True),
+        refused("list(data)", Items, Stream(), shuffle=True),
+        refused("list(data)", Items, iter([1]), shuffle=True),
+        refused("without data", Items, None, shuffle=True),
+        refused("without data", Items, cycle=False),
+        refused("cycle=True needs data", Items, iter([1]), cycle=True),
     ],
 )
-def test_only_data_with_indices_is_shuffled(data, match):
-    with pytest.raises(ValueError, match=match):
-        Items(data, shuffle=True)
-
-
-def test_what_cannot_be_cycled_or_ended_is_refused():
-    with pytest.raises(ValueError, match="cycle=True needs data"):
-        Items(iter([1]), cycle=True)
-    with pytest.raises(ValueError, match="without data"):
-        Items(cycle=False)
+def test_data_that_cannot_be_given_out_as_asked_is_refused_at_once(call, error, text):
+    check_refused(call, error, text)
 
 
 def test_data_that_comes_only_once_is_not_cycled_without_end():

@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.collectors.chats import Chat
-from torchrl_mt.collectors import MultiTurnCollector, SuccessRateCurriculum, WeightedCurriculum
+from tests.collectors.runs import collecting
+from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
 
 ITEMS = [{"turns": k % 3 + 1} for k in range(6)]
 
@@ -29,11 +30,11 @@ DATA = {
 
 @pytest.mark.parametrize("data", DATA)
 def test_a_collectors_state_is_plain(engine, data, tmp_path):
-    with MultiTurnCollector(Chat, engine, DATA[data](), episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, DATA[data](), n=2) as collector:
         stream = iter(collector)
         next(stream)
         torch.save(collector.state_dict(), tmp_path / "state.pt")
         expected = next(stream)["data"]
-    with MultiTurnCollector(Chat, engine, DATA[data](), episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, DATA[data](), n=2) as collector:
         collector.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert next(iter(collector))["data"] == expected

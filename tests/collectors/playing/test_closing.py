@@ -15,14 +15,15 @@ import pytest
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
+from tests.collectors.chats import Once
+from tests.collectors.runs import balanced, beside, collecting, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE, ctrl_c, wait_until
-from torchrl_mt.collectors import Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import Limits, context
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
-from torchrl_mt.envs import TextEnv, TextStep
 
 
 @pytest.fixture
@@ -38,19 +39,6 @@ def hang():
     event = threading.Event()
     yield event.wait
     event.set()
-
-
-class Once(TextEnv):
-    """One turn; ``close`` is what the test makes of it."""
-
-    inline = True
-
-    def reset(self, data=None):
-        self.data = data
-        return [{"role": "user", "content": "guess"}]
-
-    def step(self, response):
-        return TextStep(reward=1.0, done=True)
 
 
 @pytest.mark.parametrize("name", first_fast(["tool_timeout", "turn_timeout", "episode_timeout"]))
@@ -71,11 +59,10 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
         def close(self):
             closed.set()
 
-    collector = MultiTurnCollector(
+    collector = collecting(
         lambda: ChatEnv().append_transform(Hangs()),
         engine,
         [{"query": "guess"}],
-        episodes_per_batch=1,
         max_consecutive_failures=1,
         limits=Limits(**{name: LIMIT}, max_turns=2),
     )
@@ -109,11 +96,11 @@ def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, 
             if self.data["hangs"]:
                 await asyncio.Event().wait()
 
-    with MultiTurnCollector(
+    with collecting(
         Hangs if inner == "thread" else HangsAsync,
         engine,
         [{"hangs": True}, {"hangs": False}],
-        episodes_per_batch=4,
+        n=4,
         total_episodes=8,
         limits=limits,
     ) as collector:
@@ -138,7 +125,7 @@ def test_shutdown_waits_for_a_close_as_long_as_it_is_told(engine, hang):
         def close(self):
             hang()
 
-    collector = MultiTurnCollector(Hangs, engine, episodes_per_batch=1)
+    collector = collecting(Hangs, engine)
     next(iter(collector))
     with pytest.raises(TimeoutError, match=r"did not end within timeout=0\.1"):
         collector.shutdown(timeout=0.1)
@@ -158,8 +145,7 @@ def test_a_close_is_waited_for_with_what_it_has_begun(engine):
             await asyncio.gather(slowly(), asyncio.wait_for(slowly(), PATIENCE))
 
     data = [{"task_id": k} for k in range(3)]
-    with MultiTurnCollector(Slow, engine, data, episodes_per_batch=3) as collector:
-        next(iter(collector))
+    first_batch(Slow, engine, data, n=3)
     assert sorted(closed) == [0, 0, 1, 1, 2, 2]
 
 
@@ -177,10 +163,11 @@ def test_an_interrupt_lets_environments_close_with_what_they_have_begun(engine):
 
     for kwargs in ({}, {"max_staleness": 1}):
         hangs.clear(), closed.clear()
-        with MultiTurnCollector(Slow, engine, episodes_per_batch=1, **kwargs) as collector:
+        with collecting(Slow, engine, **kwargs) as collector:
             with ctrl_c(when=hangs.is_set), pytest.raises(KeyboardInterrupt):
                 next(iter(collector))
             assert len(closed) == 1
+            assert balanced(collector.stats(), running=0)
 
 
 @pytest.mark.parametrize("inline", [True, False])
@@ -192,7 +179,7 @@ def test_a_close_that_fails_is_logged_once_and_costs_nothing(engine, caplog, inl
 
     Fails.inline = inline
     caplog.set_level(logging.WARNING, logger="torchrl_mt")
-    with MultiTurnCollector(Fails, engine, episodes_per_batch=4, total_episodes=8) as collector:
+    with collecting(Fails, engine, n=4, total_episodes=8) as collector:
         assert sum(len(batch) for batch in collector) == 8
     assert collector.stats()["accepted"] == collector.stats()["started"] == 8
     (record,) = caplog.records
@@ -211,9 +198,7 @@ def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
         def __call__(self, *_, **__):
             raise OSError("no tokenizer")
 
-    with MultiTurnCollector(
-        lambda: Closes(), engine, episodes_per_batch=1, max_consecutive_failures=1
-    ) as collector:
+    with collecting(lambda: Closes(), engine, max_consecutive_failures=1) as collector:
         collector._player._get_chat = Silent()
         with pytest.raises(RuntimeError, match="OSError: no tokenizer"):
             next(iter(collector))
@@ -221,9 +206,18 @@ def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
 
 
 @pytest.mark.slow
-def test_an_interrupt_gets_through_a_close_that_never_returns():
-    code = """
-    import threading
+@pytest.mark.parametrize(
+    ("close", "said"),
+    [
+        (None, ["interrupted", "2", "down"]),
+        ('print("closed ", end="")', ["closed", "closed", "interrupted", "2", "down"]),
+        ("threading.Event().wait()", ["interrupted", "2"]),
+    ],
+)
+def test_an_interrupt_gets_through_calls_that_never_return(close, said):
+    """Also at the interpreter's end: in a process of its own, which must not hang either."""
+    code = f"""
+    import itertools, threading
     from tests.waiting import press_ctrl_c
     from torchrl_mt.collectors import MultiTurnCollector
     from torchrl_mt.collectors.event_loop import loop_thread
@@ -231,26 +225,31 @@ def test_an_interrupt_gets_through_a_close_that_never_returns():
     from torchrl_mt.testing import tiny_chat_tokenizer
     from tests.collectors.scripted import ScriptedEngine
 
-    loop_thread.INTERRUPT_SECONDS = 0.5
+    if {"down" not in said}:
+        loop_thread.INTERRUPT_SECONDS = 0.5
     tokenizer = tiny_chat_tokenizer("guess 8")
     engine = ScriptedEngine(tokenizer, lambda _: [5, tokenizer.eos_token_id])
+    calls = itertools.count(1)
 
     class Blocks(TextEnv):
         def reset(self, data=None):
-            return [{"role": "user", "content": "guess"}]
+            return [{{"role": "user", "content": "guess"}}]
 
         def step(self, response):
-            threading.Thread(target=press_ctrl_c, daemon=True).start()
+            if next(calls) == 2:
+                threading.Thread(target=press_ctrl_c, daemon=True).start()
             threading.Event().wait()
 
-        def close(self):
-            threading.Event().wait()
-
-    collector = MultiTurnCollector(Blocks, engine, episodes_per_batch=1)
+    if {close is not None}:
+        Blocks.close = lambda self: {close}
+    collector = MultiTurnCollector(Blocks, engine, episodes_per_batch=2)
     try:
         next(iter(collector))
     except KeyboardInterrupt:
         print("interrupted", collector.stats()["rejected/cancelled"])
+    if {"down" in said}:
+        collector.shutdown()
+        print("down")
     """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -260,7 +259,7 @@ def test_an_interrupt_gets_through_a_close_that_never_returns():
         timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["interrupted", "1"]
+    assert run.stdout.split() == said
 
 
 # Making
@@ -298,7 +297,7 @@ def test_an_environment_is_made_beside_the_others(engine, how):
             return super().step(response)
 
     env = {"factory": lambda: Env(), "class": Env}.get(how) or Env()
-    with MultiTurnCollector(env, engine, episodes_per_batch=2) as collector:
+    with collecting(env, engine, n=2) as collector:
         other.set()
         assert len(next(iter(collector))) == 2
     assert len(made) == 2
@@ -326,11 +325,10 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down, idle_clock):
             return LateAsync() if is_async else Late()
         return Once()
 
-    with MultiTurnCollector(
+    with collecting(
         factory,
         engine,
         [{"task_id": 0}, {"task_id": 1}],
-        episodes_per_batch=1,
         max_concurrency=1,
         max_consecutive_failures=2,
         limits=Limits(episode_timeout=LIMIT),
@@ -357,10 +355,7 @@ def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
 
     make = resolve(factory)
     players = []
-    threads = [threading.Thread(target=lambda: players.append(make())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with beside(*[lambda: players.append(make())] * 4):
+        pass
     assert len({id(player._loader_items) for player in players}) == 1
     assert len({id(player) for player in players}) == 4

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 
@@ -51,7 +52,7 @@ def is_cut(engine):
 
 
 def play(env, engine, limits=LIMITS, **options):
-    with MultiTurnCollector(env, engine, episodes_per_batch=1, limits=limits, **options) as made:
+    with collecting(env, engine, limits=limits, **options) as made:
         return next(iter(made))
 
 
@@ -138,8 +139,3 @@ def test_agents_are_told_and_go_on_as_they_like(engine, tokenizer, on_cut):
     mask = row["masks", "all_assistant_mask"][0]
     answers = [token for _, answer in engine.calls for token in answer.token_ids]
     assert row["tokens", "full"][0][mask].tolist() == answers
-
-
-def test_it_is_one_of_two_things():
-    with pytest.raises(ValueError, match="on_cut must be one of 'end', 'continue', got 'go'"):
-        Limits(on_cut="go")

@@ -186,12 +186,6 @@ def test_a_family_that_rewrites_its_dialogues_is_shortened_too():
     assert len(lengths) == 12
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "8"])
-def test_a_bound_that_is_no_number_of_tokens(bad):
-    with pytest.raises((ValueError, TypeError), match="max_prompt_tokens"):
-        ChatOptions(max_prompt_tokens=bad)
-
-
 @pytest.mark.parametrize("kind", ["image", "image_url", "audio"])
 def test_what_is_no_text_is_refused_by_name(kind):
     class Screen(TextEnv):

@@ -12,23 +12,22 @@ import pytest
 
 from tests.collectors.pictures import SeeingEngine, new_images
 from tests.collectors.playing.worker_envs import Async, Shows, Tells, Unimportable, no_environment
+from tests.collectors.runs import balanced, collecting, first_batch
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage
 
 
 def collect(env, engine, data, **kwargs):
     kwargs = {
-        "episodes_per_batch": 4,
+        "n": 4,
         "max_consecutive_failures": 20,
         "options": CollectorOptions(env_workers=2),
         **kwargs,
     }
-    with MultiTurnCollector(env, engine, data, **kwargs) as collector:
-        batch = next(iter(collector))
-        return batch, collector.stats()
+    return first_batch(env, engine, data, **kwargs)
 
 
 def children():
@@ -69,7 +68,7 @@ def test_images_come_from_other_processes_and_are_kept_once():
 @pytest.mark.slow
 def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
     dying = {"step": "exit"}
-    batch, stats = collect(Tells, engine, [dying, {}, {}, {}], episodes_per_batch=6)
+    batch, stats = collect(Tells, engine, [dying, {}, {}, {}], n=6)
     assert len(batch) == 12
     assert stats["rejected"] == stats["rejected/EnvWorkerError"] >= 1
 
@@ -77,19 +76,20 @@ def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
 @pytest.mark.slow
 def test_no_call_is_forgotten_where_processes_come_and_go(engine):
     data = [{"step": "exit"} if k % 4 == 0 else {} for k in range(24)]
-    with MultiTurnCollector(
+    with collecting(
         Tells,
         engine,
         data,
-        options=CollectorOptions(cycle=False, env_workers=2),
-        episodes_per_batch=12,
+        n=12,
+        cycle=False,
+        env_workers=2,
         max_retries=2,
         max_consecutive_failures=1000,
     ) as collector:
         accepted = sum(len(batch) for batch in collector) // 2
         stats = collector.stats()
     assert stats["accepted"] == accepted
-    assert stats["accepted"] + stats["rejected"] == stats["started"]
+    assert balanced(stats, running=0)
     assert stats["rejected/EnvWorkerError"] >= 6 * 3
 
 
@@ -100,7 +100,7 @@ def test_no_call_is_forgotten_where_processes_come_and_go(engine):
     [("sys.exit", "SystemExit"), ("raise", "RuntimeError"), ("exit", "EnvWorkerError")],
 )
 def test_what_goes_wrong_is_a_failure_of_its_episode(engine, where, what, cause):
-    _, stats = collect(Tells, engine, [{where: what}, {}], episodes_per_batch=2)
+    _, stats = collect(Tells, engine, [{where: what}, {}], n=2)
     assert stats["accepted"] == 2
     assert {name for name in stats if name.startswith("rejected/")} == {f"rejected/{cause}"}
 
@@ -169,19 +169,15 @@ def test_bad_input_is_named(engine):
         async def arun_episode(self, engine, data):
             return 0.0
 
+    class Asks:
+        async def run(self, data, *, base_url, api_key, http_client):
+            return 0.0
+
     with pytest.raises(TypeError, match="pickling it raised"):
-        MultiTurnCollector(
-            Local, engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=1)
-        )
-    with pytest.raises(
-        TypeError, match=r"env_workers runs environments.*got .*which calls the engine"
-    ):
-        MultiTurnCollector(
-            Flow(), engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=1)
-        )
-    with pytest.raises(ValueError, match="env_workers must be at least 1, got 0"):
-        MultiTurnCollector(
-            Tells, engine, [{}], episodes_per_batch=1, options=CollectorOptions(env_workers=0)
-        )
+        collect(Local, engine, [{}])
+    for calls_the_engine in (Flow(), Asks()):
+        match = r"env_workers runs environments.*got .*which calls the engine"
+        with pytest.raises(TypeError, match=match):
+            collect(calls_the_engine, engine, [{}])
     with pytest.raises(RuntimeError, match=r"TypeError: env must be a TextEnv.*makes int"):
         collect(no_environment, engine, [{}], max_consecutive_failures=2)

@@ -12,9 +12,9 @@ import torch
 from torchrl.envs import Transform
 from torchrl.envs.llm import ChatEnv
 
+from tests.collectors.runs import collecting, failed_run, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
 NOT_FINITE = [
@@ -56,17 +56,18 @@ class PaysAsync(Pays):
         return super().step(response)
 
 
+def check_refused(message, env, engine, data):
+    """Its episodes are rejected by this error, and by nothing else."""
+    cause, stats = failed_run(message, env, engine, data)
+    assert isinstance(cause, ValueError)
+    assert stats["rejected/ValueError"] == stats["rejected"] > 0
+
+
 @pytest.mark.parametrize("env", first_fast([PaysInThread, Pays, PaysAsync]))
 @pytest.mark.parametrize("bad", NOT_FINITE, ids=str)
 def test_an_environments_reward_is_refused_and_both_are_named(engine, env, bad):
     message = re.escape(f"finite, as float32, got {float(bad)} from {env.__name__}.step")
-    with (
-        MultiTurnCollector(env, engine, [{"rewards": [0.0, bad]}], episodes_per_batch=1) as made,
-        pytest.raises(RuntimeError, match=message) as caught,
-    ):
-        next(iter(made))
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
+    check_refused(message, env, engine, [{"rewards": [0.0, bad]}])
 
 
 class Returns:
@@ -84,20 +85,14 @@ class Returns:
 @pytest.mark.parametrize("kind", ["step", "number", "list"])
 def test_a_number_too_large_for_any_float_is_one_that_is_not_finite(engine, bad, kind):
     env = {"step": Pays, "number": Returns(bad), "list": Returns([bad])}[kind]
-    data = [{"rewards": [bad]}]
-    with (
-        MultiTurnCollector(env, engine, data, episodes_per_batch=1) as made,
-        pytest.raises(RuntimeError, match=r"finite.*, as float32, got (-?inf|1e\+40) "),
-    ):
-        next(iter(made))
-    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
+    message = r"finite.*, as float32, got (-?inf|1e\+40) "
+    check_refused(message, env, engine, [{"rewards": [bad]}])
 
 
 def test_all_that_float32_holds_is_a_reward(engine):
     # The second is above the first, and the same as float32.
     rewards = [LARGEST, 3.4028235e38, -LARGEST, -3.4028235e38, 0.0, -0.0, 1e-45]
-    with MultiTurnCollector(Pays, engine, [{"rewards": rewards}], episodes_per_batch=1) as made:
-        batch = next(iter(made))
+    batch, _ = first_batch(Pays, engine, [{"rewards": rewards}])
     assert batch["next", "reward"].flatten().tolist() == torch.tensor(rewards).tolist()
 
 
@@ -114,14 +109,8 @@ def test_the_episode_is_played_again_then_replaced_as_after_any_failure(engine):
             return super().reset({"rewards": [1.0, math.nan if fails else k]})
 
     data = [{"k": k} for k in range(6)]
-    with MultiTurnCollector(
-        SometimesPays,
-        engine,
-        data,
-        episodes_per_batch=4,
-        total_episodes=4,
-        max_retries=1,
-        max_concurrency=1,
+    with collecting(
+        SometimesPays, engine, data, n=4, total_episodes=4, max_retries=1, max_concurrency=1
     ) as made:
         (batch,) = made
         evaluated = made.evaluate(data)
@@ -144,14 +133,6 @@ class Rewards(Transform):
 
 
 def test_a_torchrl_environments_reward_is_refused(engine):
-    with (
-        MultiTurnCollector(
-            lambda: ChatEnv().append_transform(Rewards()),
-            engine,
-            [{"query": "guess"}],
-            episodes_per_batch=1,
-        ) as made,
-        pytest.raises(RuntimeError, match=r"reward must be finite.* got nan from ChatEnvAdapter"),
-    ):
-        next(iter(made))
-    assert made.stats()["rejected/ValueError"] == made.stats()["rejected"] > 0
+    message = r"reward must be finite.* got nan from ChatEnvAdapter"
+    make = lambda: ChatEnv().append_transform(Rewards())  # noqa: E731
+    check_refused(message, make, engine, [{"query": "guess"}])

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from torchrl_mt.collectors import Episode, MultiTurnCollector
+from tests.collectors.runs import collecting, failed_run, first_batch
+from torchrl_mt.collectors import Episode
 from torchrl_mt.collectors.statistics import episode_counts
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -50,14 +51,9 @@ MISUSES = [
 @pytest.mark.parametrize("max_staleness", [None, 1])
 @pytest.mark.parametrize(("played", "said"), MISUSES)
 def test_it_ends_the_run_at_once(engine, played, said, max_staleness):
-    with (
-        MultiTurnCollector(
-            played, engine, episodes_per_batch=4, max_concurrency=1, max_staleness=max_staleness
-        ) as made,
-        pytest.raises(RuntimeError, match=f"An episode was rejected before .*{said}"),
-    ):
-        next(iter(made))
-    assert made.stats()["started"] <= 5
+    options = {"n": 4, "max_concurrency": 1, "max_staleness": max_staleness}
+    _, stats = failed_run(f"An episode was rejected before .*{said}", played, engine, **options)
+    assert stats["started"] <= 5
 
 
 def test_it_rejects_one_episode_where_others_were_judged(engine):
@@ -71,14 +67,14 @@ def test_it_rejects_one_episode_where_others_were_judged(engine):
         def step(self, response):
             return TextStep(reward=self.reward, done=True)
 
-    with MultiTurnCollector(Odd, engine, episodes_per_batch=4, max_concurrency=1) as made:
-        assert len(next(iter(made))) == 4
-        assert made.stats()["rejected/TypeError"] == 1
+    batch, stats = first_batch(Odd, engine, n=4, max_concurrency=1)
+    assert len(batch) == 4
+    assert stats["rejected/TypeError"] == 1
 
 
 def test_a_finished_collector_says_that_it_yields_nothing(engine, caplog):
     done = env(TextStep(reward=1.0, done=True))
-    with MultiTurnCollector(done, engine, episodes_per_batch=2, total_episodes=4) as made:
+    with collecting(done, engine, n=2, total_episodes=4) as made:
         assert len(list(made)) == 2
         assert "yields nothing" not in caplog.text
         assert list(made) == []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.chat.templates import CHATML, byte_level
-from torchrl_mt.collectors import MultiTurnCollector
+from tests.collectors.runs import first_batch
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model
@@ -67,10 +67,7 @@ def engine(tokenizer):
 )
 def test_the_next_prompt_ends_the_turn_that_a_stop_string_ended(engine, tokenizer, stop, ends):
     heard: list[str] = []
-    with MultiTurnCollector(
-        Hears, engine, [{"heard": heard}], episodes_per_batch=30, sampling={"stop": stop}
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(Hears, engine, [{"heard": heard}], n=30, sampling={"stop": stop})
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     answers = batch.get(("tokens", "response"), as_list=True)
     reasons = batch["finish_reason"]

@@ -10,10 +10,11 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 
+from tests.collectors.runs import collecting, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import Advantage, ExperienceMaker, MultiTurnLoss, ValueModel
@@ -31,11 +32,15 @@ def engine(tokenizer):
     return ScriptedEngine(tokenizer, lambda prompt: [next(words), tokenizer.eos_token_id])
 
 
+@pytest.fixture(autouse=True)
+def members_from_the_first():
+    Slow.number = SlowWorkflow.number = itertools.count()
+
+
 class Slow(TextEnv):
     """Two of the four members of a group hang: one in its first turn, one in its last."""
 
     inline = True
-    number = itertools.count()
 
     def reset(self, data=None):
         self.me, self.turn = next(self.number) % GROUP, 0
@@ -54,8 +59,6 @@ class Slow(TextEnv):
 
 class SlowWorkflow:
     """The same by calls of the engine; ``result`` is what it returns of those that do not hang."""
-
-    number = itertools.count()
 
     def __init__(self, result="number"):
         self.result = result
@@ -78,12 +81,14 @@ def test_it_is_rejected_whoever_plays(engine, player, limits, idle_clock):
     cause = next(name for name in vars(limits) if getattr(limits, name) == LIMIT)
     if player is SlowWorkflow and cause != "episode_timeout":
         pytest.skip("only the episode's limit bounds what a workflow does by itself")
-    player.number = itertools.count()
-    with MultiTurnCollector(
-        *(player, engine, [{}]),
-        episodes_per_batch=GROUP,
+    with collecting(
+        player,
+        engine,
+        [{}],
+        n=GROUP,
         group_size=GROUP,
-        options=CollectorOptions(incomplete_groups="keep", cycle=False),
+        incomplete_groups="keep",
+        cycle=False,
         limits=limits,
         total_episodes=GROUP,
     ) as collector:
@@ -95,20 +100,16 @@ def test_it_is_rejected_whoever_plays(engine, player, limits, idle_clock):
 
 
 def masked_batch(engine, player, limits):
-    player = player if isinstance(player, type) else copy.copy(player)
-    getattr(player, "__class__", player).number = itertools.count()
-    if isinstance(player, type):
-        player.number = itertools.count()
-    with MultiTurnCollector(
-        *(player, engine, [{}]),
-        episodes_per_batch=2 * GROUP,
+    return first_batch(
+        player,
+        engine,
+        [{}],
+        n=2 * GROUP,
         group_size=GROUP,
-        options=CollectorOptions(incomplete_groups="keep"),
+        incomplete_groups="keep",
         limits=limits,
         max_concurrency=GROUP,
-    ) as collector:
-        batch = next(iter(collector))
-        return batch, collector.stats()
+    )
 
 
 @pytest.mark.parametrize("stored", first_fast([True, False]))
@@ -172,12 +173,9 @@ def test_all_of_a_batch_may_be_masked(engine, idle_clock):
             await engine.generate([1, 2])
             await hang()
 
-    with MultiTurnCollector(
-        *(Hangs(), engine, [{}]),
-        episodes_per_batch=2,
-        limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(
+        Hangs(), engine, [{}], n=2, limits=Limits(episode_timeout=LIMIT, on_timeout="mask")
+    )
     assert batch["stop_reason"] == ["episode_timeout"] * 2
     assert batch["valid"].tolist() == [False] * 2
 
@@ -192,13 +190,14 @@ def test_a_curriculum_is_not_told_of_time_that_ran_out(engine, idle_clock):
         def report(self, item, episodes):
             told.append(len(episodes))
 
-    Slow.number = itertools.count()
-    with MultiTurnCollector(
-        *(Slow, engine, Told()),
-        episodes_per_batch=GROUP,
+    with collecting(
+        Slow,
+        engine,
+        Told(),
+        n=GROUP,
         group_size=GROUP,
         max_concurrency=GROUP,
-        options=CollectorOptions(incomplete_groups="keep"),
+        incomplete_groups="keep",
         limits=Limits(episode_timeout=LIMIT, on_timeout="mask"),
     ) as collector:
         next(iter(collector))

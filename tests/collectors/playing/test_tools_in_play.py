@@ -11,6 +11,7 @@ import pytest
 
 from tests.chat import families as f
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
+from tests.collectors.runs import collecting, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.collectors.test_pages import code_of
 from tests.envs.some_tools import Sums, add, look, says_seven
@@ -50,6 +51,22 @@ def play(family, env, messages, data=ITEM, **collector):
     with MultiTurnCollector(env, engine, [data], **{**settings, **collector}) as made:
         (batch,) = made
         return batch, [tokenizer.decode(prompt) for prompt, _ in engine.calls], made.stats()
+
+
+def engine_that_repeats_results(family, calls):
+    """A model that calls ``calls(prompt)``, and then says what the tool has returned."""
+    tokenizer = tokenizer_of(family)
+
+    def rule(prompt):
+        text = tokenizer.decode(prompt)
+        _, *results = text.split("<tool_response>\n")
+        if results:
+            said = says(family, results[0].split("\n</tool_response>")[0])
+        else:
+            said = says(family, "", calls(text))
+        return tokenizer(family.say(said) + family.stop, add_special_tokens=False)["input_ids"]
+
+    return ScriptedEngine(tokenizer, rule)
 
 
 def rewards(batch):
@@ -139,33 +156,17 @@ def test_every_form_of_an_environment(env, kwargs):
 
 
 def test_copies_of_an_environment_do_not_mix_up_their_episodes():
-    family = f.QWEN25
-    tokenizer = tokenizer_of(family)
-
-    def rule(prompt):
-        text = tokenizer.decode(prompt)
-        asked = text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
-        if "<tool_response>" in text:
-            message = says(
-                family, text.split("<tool_response>\n")[1].split("\n</tool_response>")[0]
-            )
-        else:
-            message = says(family, "", call("add", a=int(asked), b=1))
-        return tokenizer(family.say(message) + family.stop, add_special_tokens=False)["input_ids"]
+    def calls(prompt):
+        asked = prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        return call("add", a=int(asked), b=1)
 
     env = ToolEnv([add], reward=says_seven)
     data = [
         {"messages": [{"role": "user", "content": str(k)}], "answer": str(k + 1)} for k in range(8)
     ]
-    with MultiTurnCollector(
-        env,
-        ScriptedEngine(tokenizer, rule),
-        data,
-        episodes_per_batch=16,
-        group_size=2,
-        options=CollectorOptions(cycle=False),
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(
+        env, engine_that_repeats_results(f.QWEN25, calls), data, n=16, group_size=2, cycle=False
+    )
     assert rewards(batch) == [0.0, 1.0] * 16
     assert list(batch["info"]) == [{"calls": 1, "errors": 0}] * 32
 
@@ -225,21 +226,11 @@ def test_tools_know_their_episode():
 
 
 def test_the_page_on_environments_has_a_task_that_can_be_solved():
-    family = f.QWEN25
-    tokenizer = tokenizer_of(family)
-
-    def rule(prompt):
-        text = tokenizer.decode(prompt)
-        if "<tool_response>" in text:
-            said = says(family, text.split("<tool_response>\n")[1].split("\n</tool_response>")[0])
-        else:
-            said = says(
-                family, "", call("compute", expression=text.split("What is ")[1].split("?")[0])
-            )
-        return tokenizer(family.say(said) + family.stop, add_special_tokens=False)["input_ids"]
+    def calls(prompt):
+        return call("compute", expression=prompt.split("What is ")[1].split("?")[0])
 
     names = {each.__name__: each for each in (Arithmetic, MultiTurnCollector, ToolEnv, calculate)}
-    names["engine"] = ScriptedEngine(tokenizer, rule)
+    names["engine"] = engine_that_repeats_results(f.QWEN25, calls)
     exec(code_of("environments.rst", "Tools"), names)
     with names["collector"] as collector:
         batch = next(iter(collector))
@@ -297,8 +288,7 @@ def test_every_episode_may_have_tools_of_its_own():
     engine = ScriptedEngine(tokenizer, lambda prompt: answer)
     named = [[], [Tool(add).schema], [Tool(look).schema, Tool(add).schema]]
     data = [{**ITEM, "tools": tools} for tools in named]
-    with MultiTurnCollector(Offers(), engine, data, episodes_per_batch=6) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(Offers(), engine, data, n=6)
     prompts = [tokenizer.decode(row["tokens", "prompt"]) for row in batch.unbind(0)]
     assert len(prompts) == 6
     for k, prompt in enumerate(prompts):
@@ -344,7 +334,7 @@ def test_it_is_said_if_the_template_reads_no_tools_unless_the_environment_parses
     item = {"messages": [{"role": "user", "content": "3 4"}]}
     with (
         caplog.at_level(logging.WARNING, "torchrl_mt"),
-        MultiTurnCollector(env, engine, [item], episodes_per_batch=1) as collector,
+        collecting(env, engine, [item]) as collector,
     ):
         batch = next(iter(collector))
     assert sum("reads no tools" in record.message for record in caplog.records) == (not own)

@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.llm import ChatEnv
 
+from tests.collectors.runs import balanced, collecting, failed_run, first_batch, lists
 from tests.collectors.scripted import ScriptedEngine
-from tests.idle_clock import LIMIT, hang
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import Limits, context
 from torchrl_mt.collectors.playing.env_factory import resolve
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
@@ -44,11 +44,6 @@ def played_with(**entries):
     return TensorDict({"next": {"reward": torch.ones(1, 1)}, **entries}, [1])
 
 
-def collect(env, engine, n=2, **kwargs):
-    with MultiTurnCollector(env, engine, episodes_per_batch=n, **kwargs) as collector:
-        return next(iter(collector)), collector.stats()
-
-
 @pytest.mark.parametrize(
     ("result", "rewards"),
     [
@@ -61,14 +56,13 @@ def collect(env, engine, n=2, **kwargs):
     ],
 )
 def test_results_are_rewards(engine, result, rewards):
-    batch, stats = collect(Play(result), engine)
+    batch, stats = first_batch(Play(result), engine, n=2)
     assert batch["next", "reward"].flatten().tolist() == rewards * 2
     assert batch["next", "terminated"].flatten().tolist() == [False, False, True] * 2
     assert batch["stop_reason"][2] == "done"
     assert stats["forks"] == 0
     # The ledger is the engine's.
-    prompts = batch.get(("tokens", "prompt"), as_list=True)
-    assert sorted(p.tolist() for p in prompts) == sorted(p for p, _ in engine.calls)
+    assert sorted(lists(batch, "tokens", "prompt")) == sorted(p for p, _ in engine.calls)
 
 
 def test_entries_of_a_tensordict_are_kept(engine):
@@ -79,7 +73,7 @@ def test_entries_of_a_tensordict_are_kept(engine):
         },
         [3],
     )
-    batch, _ = collect(Play(extra), engine)
+    batch, _ = first_batch(Play(extra), engine, n=2)
     assert batch["score"].tolist() == [0, 1, 2] * 2
     assert batch["next", "done"].flatten().tolist() == [False, False, True] * 2
 
@@ -87,6 +81,9 @@ def test_entries_of_a_tensordict_are_kept(engine):
 def rewarded(rewards):
     """What a workflow returns as TED."""
     return TensorDict({"next": {"reward": torch.tensor(rewards)[:, None]}}, [len(rewards)])
+
+
+FINITE = "a workflow must return finite rewards, as float32, got"
 
 
 @pytest.mark.parametrize(
@@ -97,38 +94,16 @@ def rewarded(rewards):
         ([1.0, "x", 2.0], "TypeError", "got str"),
         (TensorDict({}, [2]), "ValueError", r"batch size \[3\], got \[2\]"),
         (TensorDict({}, [3]), "ValueError", r'must have \("next", "reward"\)'),
-        (
-            float("nan"),
-            "ValueError",
-            "a workflow must return finite rewards, as float32, got nan for turn 2",
-        ),
-        (
-            torch.tensor(float("inf")),
-            "ValueError",
-            "finite rewards, as float32, got inf for turn 2",
-        ),
-        (
-            [0.0, float("-inf"), 1.0],
-            "ValueError",
-            "finite rewards, as float32, got -inf for turn 1",
-        ),
-        ([0.0, 1e39, 1.0], "ValueError", "finite rewards, as float32, got 1e.39 for turn 1"),
-        (
-            rewarded([float("nan"), 0.0, 1.0]),
-            "ValueError",
-            "finite rewards, as float32, got nan for turn 0",
-        ),
+        (float("nan"), "ValueError", f"{FINITE} nan for turn 2"),
+        (torch.tensor(float("inf")), "ValueError", f"{FINITE} inf for turn 2"),
+        ([0.0, float("-inf"), 1.0], "ValueError", f"{FINITE} -inf for turn 1"),
+        ([0.0, 1e39, 1.0], "ValueError", f"{FINITE} 1e.39 for turn 1"),
+        (rewarded([float("nan"), 0.0, 1.0]), "ValueError", f"{FINITE} nan for turn 0"),
     ],
 )
 def test_other_results_are_failures(engine, result, cause, message):
-    with (
-        MultiTurnCollector(
-            Play(result), engine, episodes_per_batch=1, max_consecutive_failures=1
-        ) as collector,
-        pytest.raises(RuntimeError, match=message),
-    ):
-        next(iter(collector))
-    assert collector.stats()[f"rejected/{cause}"] == 1
+    _, stats = failed_run(message, Play(result), engine, max_consecutive_failures=1)
+    assert stats[f"rejected/{cause}"] == 1
 
 
 @pytest.mark.parametrize(
@@ -144,12 +119,8 @@ def test_a_prompt_that_is_no_token_ids_is_named_as_it_was_given(engine, prompt, 
         async def arun_episode(self, engine, data):
             await engine.generate(prompt)
 
-    with (
-        MultiTurnCollector(Asks(), engine, episodes_per_batch=1) as collector,
-        pytest.raises(RuntimeError, match=message) as caught,
-    ):
-        next(iter(collector))
-    assert isinstance(caught.value.__cause__, TypeError)
+    cause, _ = failed_run(message, Asks(), engine)
+    assert isinstance(cause, TypeError)
 
 
 @pytest.mark.parametrize("kind", [tuple, torch.tensor])
@@ -159,25 +130,19 @@ def test_token_ids_may_come_in_any_sequence(engine, kind):
             await engine.generate(kind([1, 2]))
             return 1.0
 
-    batch, _ = collect(Asks(), engine, 1)
-    assert batch.get(("tokens", "prompt"), as_list=True)[0].tolist() == [1, 2]
+    batch, _ = first_batch(Asks(), engine)
+    assert lists(batch, "tokens", "prompt")[0] == [1, 2]
     assert [type(token) for token in engine.calls[0][0]] == [int, int]
 
 
 def test_a_workflow_may_decline(engine):
     env = Play(lambda data: None if data["k"] % 2 else 1.0)
-    batch, stats = collect(env, engine, 4, data=[{"k": k} for k in range(8)], max_concurrency=1)
+    batch, stats = first_batch(
+        env, engine, n=4, data=[{"k": k} for k in range(8)], max_concurrency=1
+    )
     assert [data["k"] for data in batch["data"][::3]] == [0, 2, 4, 6]
     assert stats["rejected/declined"] == stats["rejected"] == 3
-    assert stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
-
-
-def test_a_workflow_that_never_calls_the_engine_fails(engine):
-    with (
-        MultiTurnCollector(Play(calls=0), engine, episodes_per_batch=1) as collector,
-        pytest.raises(RuntimeError, match="must call the engine at least once"),
-    ):
-        next(iter(collector))
+    assert balanced(stats)
 
 
 def test_prompts_that_do_not_go_on_are_forks(engine):
@@ -188,12 +153,8 @@ def test_prompts_that_do_not_go_on_are_forks(engine):
             await engine.generate([1, 2, *first.token_ids, 3])
             return [0.0, 0.0, 1.0]
 
-    batch, stats = collect(Agents(), engine, 1)
-    assert [p.tolist()[:2] for p in batch.get(("tokens", "prompt"), as_list=True)] == [
-        [1, 2],
-        [8, 9],
-        [1, 2],
-    ]
+    batch, stats = first_batch(Agents(), engine)
+    assert [p[:2] for p in lists(batch, "tokens", "prompt")] == [[1, 2], [8, 9], [1, 2]]
     assert stats["forks"] == len(MergeTurns()(batch)) - 1 == 1
 
 
@@ -208,14 +169,9 @@ def test_calls_at_once_are_turns_in_the_order_they_began(tokenizer):
             await asyncio.gather(*(engine.generate([k, 1]) for k in (1, 2, 3)))
             return [1.0, 2.0, 3.0]
 
-    batch, _ = collect(AtOnce(), Slowest(tokenizer, lambda prompt: [prompt[0], 4]), 1)
-    assert [p.tolist() for p in batch.get(("tokens", "prompt"), as_list=True)] == [
-        [1, 1],
-        [2, 1],
-        [3, 1],
-    ]
-    responses = batch.get(("tokens", "response"), as_list=True)
-    assert [r.tolist() for r in responses] == [[1, 4], [2, 4], [3, 4]]
+    batch, _ = first_batch(AtOnce(), Slowest(tokenizer, lambda prompt: [prompt[0], 4]))
+    assert lists(batch, "tokens", "prompt") == [[1, 1], [2, 1], [3, 1]]
+    assert lists(batch, "tokens", "response") == [[1, 4], [2, 4], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -226,45 +182,11 @@ def test_calls_at_once_are_turns_in_the_order_they_began(tokenizer):
     ],
 )
 def test_limits_end_a_workflow(engine, limits, reason, turns):
-    batch, _ = collect(Play(calls=99), engine, 1, limits=limits)
+    batch, _ = first_batch(Play(calls=99), engine, limits=limits)
     assert len(batch) == turns
     assert batch["stop_reason"][-1] == reason
     assert batch["next", "truncated"].flatten().tolist() == [False] * (turns - 1) + [True]
     assert not batch["next", "terminated"].any()
-
-
-def test_a_workflow_may_answer_to_its_limit(engine):
-    from torchrl_mt.collectors.recorder import LimitReached
-
-    class Careful(Play):
-        async def arun_episode(self, engine, data):
-            try:
-                return await super().arun_episode(engine, data)
-            except LimitReached as limit:
-                return 0.5 if limit.reason.value == "max_turns" else -1.0
-
-    batch, _ = collect(Careful(calls=99), engine, 1, limits=Limits(max_turns=2))
-    assert batch["next", "reward"].flatten().tolist() == [0, 0.5]
-
-
-class Hangs(Play):
-    async def arun_episode(self, engine, data):
-        await engine.generate([1])
-        await hang()
-
-
-def test_a_workflow_that_is_out_of_time_is_rejected_never_rewarded(engine, idle_clock):
-    with (
-        MultiTurnCollector(
-            *(Hangs(), engine),
-            episodes_per_batch=1,
-            max_consecutive_failures=1,
-            limits=Limits(episode_timeout=LIMIT),
-        ) as collector,
-        pytest.raises(RuntimeError, match="episode_timeout"),
-    ):
-        next(iter(collector))
-    assert collector.stats()["rejected/episode_timeout"] == 1
 
 
 def test_names_and_classes_are_resolved(engine):
@@ -275,7 +197,7 @@ def test_names_and_classes_are_resolved(engine):
         (f"{here}.Play", {"calls": 2}),
         (f"{here}:Play", None),
     ):
-        batch, _ = collect(env, engine, 1, options=CollectorOptions(workflow_kwargs=kwargs))
+        batch, _ = first_batch(env, engine, workflow_kwargs=kwargs)
         assert len(batch) == (kwargs or {"calls": 3})["calls"]
 
 
@@ -366,9 +288,7 @@ def test_each_episode_has_its_own_context(engine):
             return reward
 
     data = [{"task_id": k} for k in range(6)]
-    with MultiTurnCollector(
-        Looks(), engine, data, episodes_per_batch=12, group_size=2
-    ) as collector:
+    with collecting(Looks(), engine, data, n=12, group_size=2) as collector:
         engine.version = 4
         next(iter(collector))
         collector.evaluate(data[:2])
@@ -398,8 +318,8 @@ def test_members_are_told_apart_by_the_names_that_a_dump_has_for_them(engine, tm
             return await super().arun_episode(engine, data)
 
     data, retried = [{"task_id": k} for k in range(3)], set()
-    with MultiTurnCollector(
-        Looks(), engine, data, episodes_per_batch=6, group_size=2, max_retries=1, dump_dir=tmp_path
+    with collecting(
+        Looks(), engine, data, n=6, group_size=2, max_retries=1, dump_dir=tmp_path
     ) as collector:
         batch = next(iter(collector))
         retried.clear()
@@ -434,7 +354,7 @@ def test_members_are_told_apart_by_the_names_that_a_dump_has_for_them(engine, tm
 def test_entries_unlike_the_first_episode_s_reject_that_episode_alone(engine, others):
     env = Play(lambda data: others if data["k"] % 2 else played_with(score=torch.ones(1)), calls=1)
     data = [{"k": k} for k in range(8)]
-    batch, stats = collect(env, engine, 4, data=data, max_concurrency=1)
+    batch, stats = first_batch(env, engine, n=4, data=data, max_concurrency=1)
     assert [item["k"] for item in batch["data"]] == [0, 2, 4, 6]
     assert batch["score"].tolist() == [1] * 4
     assert stats["rejected/ValueError"] == stats["rejected"] == 3
@@ -443,8 +363,8 @@ def test_entries_unlike_the_first_episode_s_reject_that_episode_alone(engine, ot
 def test_evaluation_has_entries_of_its_own(engine):
     env = Play(lambda data: played_with(**data), calls=1)
     scored, ranked = {"score": torch.ones(1)}, {"rank": torch.ones(1)}
-    with MultiTurnCollector(
-        env, engine, [scored], episodes_per_batch=1, max_consecutive_failures=2, max_concurrency=1
+    with collecting(
+        env, engine, [scored], max_consecutive_failures=2, max_concurrency=1
     ) as collector:
         assert next(iter(collector))["score"].tolist() == [1]
         batch = collector.evaluate([ranked, scored])
@@ -459,5 +379,5 @@ def test_episodes_without_tokens_are_not_stale(engine):
 
     silent = Silent(engine.tokenizer, engine.rule)
     silent.version = 500
-    _, stats = collect(Play(), silent, 1)
+    _, stats = first_batch(Play(), silent)
     assert stats["staleness/max"] == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
-from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector, context, has_spread
-from torchrl_mt.collectors.statistics.progress_bar import ProgressBar
+from tests.collectors.runs import collecting
+from torchrl_mt.collectors import context, has_spread
 
 
 class Graded(Chat):
@@ -44,21 +46,20 @@ def test_spread_is_of_what_whole_episodes_earned():
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_refused_groups_are_counted_and_others_take_their_place(
-    engine, staleness, is_async, monkeypatch
+    engine, staleness, is_async, capsys
 ):
-    shown = []
-    monkeypatch.setattr(ProgressBar, "show", lambda self, *a, **facts: shown.append(facts))
-
     async def later(episodes):
         return has_spread(episodes)
 
-    with MultiTurnCollector(
-        *(Graded, engine, items(30, every=3)),
-        episodes_per_batch=4,
+    with collecting(
+        Graded,
+        engine,
+        items(30, every=3),
+        n=4,
         group_size=2,
-        options=CollectorOptions(
-            accept_group=later if is_async else has_spread, progress=True, cycle=False
-        ),
+        accept_group=later if is_async else has_spread,
+        progress=True,
+        cycle=False,
         max_staleness=staleness,
     ) as collector:
         seen = []
@@ -70,7 +71,7 @@ def test_refused_groups_are_counted_and_others_take_their_place(
     assert sorted(set(seen)) == list(range(0, 30, 3))
     assert stats["rejected"] == stats["rejected/group_not_accepted"] == 40
     assert stats["groups/refused"] == 20
-    assert shown[-1]["refused"] > 0
+    assert re.search(r"refused=[1-9]", capsys.readouterr().err)
     assert collector.state_dict()["items"]["open"] == []
 
 
@@ -81,11 +82,8 @@ def test_a_group_is_judged_whole_and_in_order(engine):
         seen.append([(e["data"][0]["k"], float(e["next", "reward"].sum())) for e in episodes])
         return True
 
-    with MultiTurnCollector(
-        *(Graded, engine, items(3, every=1)),
-        episodes_per_batch=9,
-        group_size=3,
-        options=CollectorOptions(accept_group=accept_group, cycle=False),
+    with collecting(
+        Graded, engine, items(3, every=1), n=9, group_size=3, accept_group=accept_group, cycle=False
     ) as collector:
         next(iter(collector))
         collector.evaluate(items(2, every=1), n=2)  # is not judged
@@ -96,13 +94,14 @@ def test_a_group_is_judged_whole_and_in_order(engine):
 @pytest.mark.parametrize(("attempts", "tried"), [(None, 20), (5, 5)])
 def test_a_run_that_refuses_everything_stops_and_may_go_on(engine, attempts, tried, staleness):
     accepted = []
-    with MultiTurnCollector(
-        *(Graded, engine, items(7, every=100)),
-        episodes_per_batch=4,
+    with collecting(
+        Graded,
+        engine,
+        items(7, every=100),
+        n=4,
         group_size=2,
-        options=CollectorOptions(
-            accept_group=lambda episodes: any(accepted), total_attempts=attempts
-        ),
+        accept_group=lambda episodes: any(accepted),
+        total_attempts=attempts,
         max_staleness=staleness,
     ) as collector:
         with pytest.raises(RuntimeError, match=f"refused {tried} of the {tried} groups"):
@@ -117,11 +116,8 @@ def test_one_that_raises_refuses_by_its_cause(engine):
     def accept_group(episodes):
         return 1 / episodes[0]["data"][0]["spread"]
 
-    with MultiTurnCollector(
-        *(Graded, engine, items(6, every=2)),
-        episodes_per_batch=6,
-        group_size=2,
-        options=CollectorOptions(accept_group=accept_group, cycle=False),
+    with collecting(
+        Graded, engine, items(6, every=2), n=6, group_size=2, accept_group=accept_group, cycle=False
     ) as collector:
         next(iter(collector))
     assert collector.stats()["rejected/ZeroDivisionError"] >= 4
@@ -141,13 +137,6 @@ def test_a_curriculum_is_told_of_groups_that_were_refused(engine):
             self.reports[item["k"]] = len(episodes)
 
     data = Told()
-    with MultiTurnCollector(
-        Graded,
-        engine,
-        data,
-        episodes_per_batch=4,
-        group_size=2,
-        options=CollectorOptions(accept_group=has_spread),
-    ) as collector:
+    with collecting(Graded, engine, data, n=4, group_size=2, accept_group=has_spread) as collector:
         assert sum(len(batch) for batch in collector) == 12
         assert data.reports == dict.fromkeys(range(12), 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import random
 import threading
 import time
 from collections import Counter, defaultdict
@@ -13,17 +11,17 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import balanced, collecting, failed_run, first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
-from tests.tiers import examples, first_fast
+from tests.tiers import examples
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector, context
+from torchrl_mt.collectors import Limits, context
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 
 PHASES = [Phase.explicit, Phase.generate]
@@ -46,20 +44,14 @@ class Flaky(Chat):
         return await super().step(response)
 
 
-def rule(stats):
-    return stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
-
-
 @pytest.mark.parametrize("retries", [0, 1, 3])
 def test_failures_are_retried(engine, retries):
     Flaky.played = Counter()
     data = [{"key": k, "failures": k % 3} for k in range(6)]
-    with MultiTurnCollector(
-        Flaky, engine, data, episodes_per_batch=3, max_retries=retries, max_consecutive_failures=50
-    ) as collector:
-        batch = next(iter(collector))
-    stats = collector.stats()
-    assert rule(stats)
+    batch, stats = first_batch(
+        Flaky, engine, data, n=3, max_retries=retries, max_consecutive_failures=50
+    )
+    assert balanced(stats)
     assert stats["accepted"] == len(batch) == 3
     assert stats["rejected"] == stats.get("rejected/ConnectionError", 0)
     # Item k fails k % 3 times: it comes to its end if it is played once more often.
@@ -71,62 +63,23 @@ def test_failures_are_retried(engine, retries):
 
 
 @pytest.mark.parametrize(
-    ("policy", "sizes", "rejected"),
+    ("policy", "options", "sizes", "rejected"),
     [
-        ("drop", {1: 3, 2: 3}, {"incomplete_group"}),
-        ("keep", {0: 2, 1: 3}, set()),
-        ("refill", {0: 3, 1: 3, 2: 3}, set()),
+        ("drop", {"n": 6}, {1: 3, 2: 3}, {"incomplete_group"}),
+        ("keep", {"n": 3}, {0: 2, 1: 3}, set()),
+        ("keep", {"n": 6, "yield_groups": True}, {1: 3, 2: 3}, {"incomplete_group"}),
+        ("refill", {"n": 9}, {0: 3, 1: 3, 2: 3}, set()),
     ],
 )
-def test_groups_short_of_members(engine, policy, sizes, rejected):
+def test_groups_short_of_members(engine, policy, options, sizes, rejected):
     Flaky.played = Counter()
     data = [{"key": 0, "failures": 1}, {"key": 1, "failures": 0}, {"key": 2, "failures": 0}]
-    with MultiTurnCollector(
-        Flaky,
-        engine,
-        data,
-        episodes_per_batch=6 if policy != "keep" else 3,
-        group_size=3,
-        options=CollectorOptions(incomplete_groups=policy, cycle=False),
-        max_consecutive_failures=50,
-    ) as collector:
-        batch = torch.cat(list(collector)) if policy != "keep" else next(iter(collector))
-    stats = collector.stats()
-    assert rule(stats)
-    found = Counter((batch["group"] % 1_000_000).tolist())
-    assert dict(found) == sizes
+    more = {"group_size": 3, "incomplete_groups": policy, "max_consecutive_failures": 50}
+    batch, stats = first_batch(Flaky, engine, data, **options, **more)
+    assert balanced(stats)
+    assert Counter((batch["group"] % 1_000_000).tolist()) == sizes
     causes = {key.split("/")[1] for key in stats if key.startswith("rejected/") and stats[key]}
     assert causes - {"ConnectionError"} == rejected
-
-
-@pytest.mark.parametrize("staleness", [None, 1])
-@pytest.mark.parametrize("group_size", first_fast([2, 1, 4]))
-def test_no_item_is_lost_with_a_member_of_its_group(engine, group_size, staleness):
-    """Thirty in a hundred episodes fail, one item always, and the data is gone through once."""
-    rng = random.Random(group_size)
-
-    class Fails(Chat):
-        async def step(self, response):
-            if rng.random() < 0.3 or self.data["k"] == 7:
-                raise OSError("gone")
-            return await super().step(response)
-
-    with MultiTurnCollector(
-        *(Fails, engine, [{"k": k, "turns": 1} for k in range(60)]),
-        episodes_per_batch=2 * group_size,
-        group_size=group_size,
-        options=CollectorOptions(incomplete_groups="requeue", cycle=False),
-        max_staleness=staleness,
-    ) as collector:
-        seen = Counter()
-        for batch in collector:
-            seen.update(item["k"] for item in batch["data"])
-            engine.update_weights(None)
-    stats = collector.stats()
-    assert seen == Counter({k: group_size for k in range(60) if k != 7})
-    assert rule(stats)
-    assert stats["running"] == 0
-    assert collector.state_dict()["items"]["open"] == []
 
 
 @pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
@@ -142,69 +95,32 @@ def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
             return await super().step(response)
 
     Fails.ended = defaultdict(list)
-    with MultiTurnCollector(
-        *(Fails, engine, [{"k": k, "turns": 1} for k in range(3)]),
-        episodes_per_batch=2,
+    with collecting(
+        Fails,
+        engine,
+        [{"k": k, "turns": 1} for k in range(3)],
+        n=2,
         group_size=2,
-        options=CollectorOptions(incomplete_groups="requeue", cycle=False),
+        incomplete_groups="requeue",
+        cycle=False,
         max_consecutive_failures=2,
     ) as collector:
         seen = [item["k"] for batch in collector for item in batch["data"]]
     assert sorted(seen) == [1, 1, 2, 2]
+    assert collector.state_dict()["items"]["open"] == []
     assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_run_that_can_only_fail_stops_though_items_are_played_again(engine, group_size):
-    with (
-        MultiTurnCollector(
-            *(Chat, engine, [{"fail_at": 1, "error": OSError()}] * 3),
-            episodes_per_batch=4,
-            group_size=group_size,
-            options=CollectorOptions(incomplete_groups="requeue"),
-        ) as collector,
-        pytest.raises(RuntimeError, match=r"3[2-4] episodes in a row"),
-    ):
-        next(iter(collector))
-
-
-def test_complete_groups_only(engine):
-    Flaky.played = Counter()
-    data = [{"key": k, "failures": int(k == 0)} for k in range(3)]
-    with MultiTurnCollector(
-        Flaky,
-        engine,
-        data,
-        episodes_per_batch=4,
-        group_size=2,
-        options=CollectorOptions(incomplete_groups="keep"),
-        yield_groups=True,
-        max_consecutive_failures=50,
-    ) as collector:
-        assert Counter((next(iter(collector))["group"] % 1_000_000).tolist()) == {1: 2, 2: 2}
-
-
-def test_what_is_not_accepted_is_rejected(engine):
-    data = [{"turns": k % 3 + 1} for k in range(9)]
-    with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=3, accept=lambda td: len(td) > 1, max_concurrency=1
-    ) as collector:
-        batch = next(iter(collector))
-    stats = collector.stats()
-    assert [len(list(td)) for td in batch["group"].unique_consecutive().split(1)] == [1] * 3
-    assert batch["group"].unique_consecutive(return_counts=True)[1].tolist() == [2, 3, 2]
-    assert stats["rejected/not_accepted"] == stats["rejected"] == 2
-    assert rule(stats)
+    data = [{"fail_at": 1, "error": OSError()}] * 3
+    options = {"n": 4, "group_size": group_size, "incomplete_groups": "requeue"}
+    failed_run(r"3[2-4] episodes in a row", Chat, engine, data, **options)
 
 
 def test_a_run_that_accepts_nothing_stops(engine):
-    with (
-        MultiTurnCollector(
-            Chat, engine, episodes_per_batch=4, accept=lambda td: False
-        ) as collector,
-        pytest.raises(RuntimeError, match=r"32 episodes in a row were rejected.*not_accepted"),
-    ):
-        next(iter(collector))
+    match = r"32 episodes in a row were rejected.*not_accepted"
+    failed_run(match, Chat, engine, n=4, accept=lambda td: False)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +134,7 @@ def test_a_run_that_accepts_nothing_stops(engine):
 def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason, idle_clock):
     data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
     limits = replace(limits, on_timeout="mask")
-    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2, limits=limits) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(Chat, engine, data, n=2, limits=limits)
     assert batch["valid"].tolist() == [False, False, True, True]
     assert (batch["group"] % 1_000_000).tolist() == [0, 0, 1, 1]
     assert batch["stop_reason"] == ["", reason, "", "done"]
@@ -230,17 +145,14 @@ def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reaso
 
 def test_an_episode_without_an_answer_in_time_is_rejected_and_retried(engine, idle_clock):
     data = [{"hang_at": 1}, {"turns": 1}]
-    with MultiTurnCollector(
+    batch, stats = first_batch(
         Chat,
         engine,
         data,
-        episodes_per_batch=1,
         limits=Limits(turn_timeout=LIMIT),
         max_retries=1,
         max_consecutive_failures=9,
-    ) as collector:
-        batch = next(iter(collector))
-    stats = collector.stats()
+    )
     assert (batch["group"] % 1_000_000).tolist() == [1]
     assert stats["rejected/turn_timeout"] == stats["rejected"] == 2
 
@@ -253,72 +165,17 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
             return await super().generate(prompt_ids, **kwargs)
 
     engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    with MultiTurnCollector(
-        *(Chat, engine, [{"turns": 9}]),
-        episodes_per_batch=1,
-        limits=Limits(turn_timeout=LIMIT, on_timeout="mask"),
-    ) as collector:
-        batch = next(iter(collector))
+    batch, _ = first_batch(
+        Chat, engine, [{"turns": 9}], limits=Limits(turn_timeout=LIMIT, on_timeout="mask")
+    )
     assert len(batch) == 2
     assert batch["stop_reason"] == ["", "turn_timeout"]
 
 
-@examples(12, few=5, phases=PHASES)
-@given(
-    staleness=st.integers(0, 2),
-    group_size=st.sampled_from([1, 2]),
-    concurrency=st.integers(1, 9),
-    batches=st.integers(2, 5),
-    seed=st.integers(0, 99),
-)
-def test_no_episode_is_begun_that_could_become_too_stale(
-    tokenizer, staleness, group_size, concurrency, batches, seed
-):
-    """Counted at each start, by the formula; without staleness, batches are of one version."""
-    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    rng, size = random.Random(seed), 4
-    data = [{"turns": rng.randint(1, 3), "sleep": rng.random() * 0.003} for _ in range(50)]
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        data,
-        episodes_per_batch=size,
-        group_size=group_size,
-        max_staleness=staleness,
-        max_concurrency=concurrency,
-    ) as collector:
-        start, most = collector._counts.start, []
-
-        def watched(episode):
-            start(episode)
-            begun = collector.stats()["started"] - collector.stats()["rejected"]
-            most.append(begun - (staleness + engine.version + 1) * size)
-
-        collector._counts.start = watched
-        stream = iter(collector)
-        for _ in range(batches):
-            batch = next(stream)
-            assert len(batch["group"].unique()) == size // group_size
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            if not staleness:
-                assert engine.version == oldest
-            time.sleep(rng.random() * 0.004)
-            engine.update_weights(None)
-        assert max(most) < group_size
-        assert rule(collector.stats())
-    assert collector.stats()["running"] == 0
-    assert rule(collector.stats())
-    assert engine.most_running <= concurrency
-
-
 def test_episodes_go_on_while_the_policy_is_trained(engine):
     data = [{"turns": 2, "sleep": 0.02}] * 100
-    with MultiTurnCollector(
-        *(Chat, engine, data),
-        episodes_per_batch=4,
-        max_staleness=1,
-        options=CollectorOptions(staleness="admission"),
-        max_concurrency=8,
+    with collecting(
+        Chat, engine, data, n=4, max_staleness=1, staleness="admission", max_concurrency=8
     ) as collector:
         stream = iter(collector)
         next(stream)
@@ -346,9 +203,7 @@ def buffer():
 
 def test_collecting_in_the_background(engine):
     rb = buffer()
-    collector = MultiTurnCollector(
-        Chat, engine, episodes_per_batch=4, replay_buffer=rb, total_episodes=40
-    )
+    collector = collecting(Chat, engine, n=4, replay_buffer=rb, total_episodes=40)
     collector.start()
     with pytest.raises(RuntimeError, match="started already"):
         collector.start()
@@ -361,22 +216,16 @@ def test_collecting_in_the_background(engine):
     assert rb.storage.num_episodes == collector.stats()["accepted"] == 40
 
 
-def test_the_background_can_be_ended_and_tells_what_ended_it(engine):
+def test_the_background_can_be_ended_and_needs_a_buffer(engine):
     rb = buffer()
-    endless = MultiTurnCollector(Chat, engine, episodes_per_batch=4, replay_buffer=rb)
+    endless = collecting(Chat, engine, n=4, replay_buffer=rb)
     endless.start()
     wait_until(lambda: len(rb))
     endless.async_shutdown()
     assert not endless.is_running
-    assert rule(endless.stats())
-    broken = [{"turns": 1, "fail_at": 1, "error": OSError("the disk is gone")}]
-    failing = MultiTurnCollector(Chat, engine, broken, episodes_per_batch=2, replay_buffer=rb)
-    failing.start()
-    wait_until(lambda: not failing.is_running)
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        failing.async_shutdown()
+    assert balanced(endless.stats())
     with (
-        MultiTurnCollector(Chat, engine, episodes_per_batch=2) as collector,
+        collecting(Chat, engine, n=2) as collector,
         pytest.raises(RuntimeError, match="give the collector a replay_buffer"),
     ):
         collector.start()
@@ -392,10 +241,8 @@ def test_evaluation_is_apart_from_training(tokenizer):
     engine = Notes(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     engine.asked = []
     data = [{"turns": 1, "k": k} for k in range(10)]
-    with MultiTurnCollector(
-        *(Chat, engine, data),
-        episodes_per_batch=2,
-        sampling={"temperature": 1.0, "top_k": 9},
+    with collecting(
+        Chat, engine, data, n=2, sampling={"temperature": 1.0, "top_k": 9}
     ) as collector:
         stream = iter(collector)
         first = next(stream)
@@ -418,9 +265,7 @@ def test_evaluation_is_apart_from_training(tokenizer):
 
 def test_an_evaluation_that_can_only_fail_says_so(engine):
     broken = [{"fail_at": 1, "error": OSError("gone")}] * 3
-    with MultiTurnCollector(
-        Chat, engine, episodes_per_batch=2, max_consecutive_failures=3
-    ) as collector:
+    with collecting(Chat, engine, n=2, max_consecutive_failures=3) as collector:
         with pytest.raises(RuntimeError, match=r"no episode of the evaluation.*OSError: gone"):
             collector.evaluate(broken[:2])
         with pytest.raises(RuntimeError, match=r"3 episodes in a row were rejected.*gone"):
@@ -435,11 +280,11 @@ def test_degenerate_behaviour_shows_in_the_statistics(tokenizer):
     answers = itertools.cycle([[5, tokenizer.eos_token_id], [5] * 8])
     engine = ScriptedEngine(tokenizer, lambda prompt: next(answers))
     data = [{"turns": 3}, {"turns": 1}, {"turns": 1, "fail_at": 1, "error": OSError()}]
-    with MultiTurnCollector(
+    with collecting(
         Chat,
         engine,
         data,
-        episodes_per_batch=2,
+        n=2,
         max_concurrency=1,
         limits=Limits(max_response_tokens=4, max_turns=2),
     ) as collector:
@@ -460,33 +305,9 @@ def test_degenerate_behaviour_shows_in_the_statistics(tokenizer):
         ended = {k: v for k, v in collector.stats().items() if k.startswith("eval/stop/")}
         assert sum(ended.values()) == 1
         state = collector.state_dict()
-    with MultiTurnCollector(Chat, engine, data, episodes_per_batch=2) as collector:
+    with collecting(Chat, engine, data, n=2) as collector:
         collector.load_state_dict(state)
         assert collector.stats()["stop/max_response_tokens"] == stop["max_response_tokens"] > 0
-
-
-def test_items_of_a_cut_batch_are_played_again(engine):
-    data = [{"turns": 1, "k": k} for k in range(8)]
-    fails = [True]
-
-    def postproc(batch):
-        if fails.pop() if fails else False:
-            raise ValueError("not now")
-        return batch
-
-    collector = MultiTurnCollector(
-        Chat,
-        engine,
-        data,
-        episodes_per_batch=4,
-        options=CollectorOptions(cycle=False),
-        postproc=postproc,
-    )
-    with pytest.raises(ValueError, match="not now"):
-        next(collector.iterator())
-    seen = [item["k"] for batch in collector.iterator() for item in batch["data"]]
-    assert sorted(seen) == list(range(8))
-    collector.shutdown()
 
 
 @examples(20, few=6, phases=PHASES, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -512,13 +333,14 @@ def test_no_episode_is_lost_or_counted_twice(
         | ({"hang_at": at} if how == "hang" else {})
         for k, (turns, how, at) in enumerate(items)
     ]
-    with MultiTurnCollector(
+    with collecting(
         Chat,
         engine,
         data,
-        episodes_per_batch=2 * group_size,
+        n=2 * group_size,
         group_size=group_size,
-        options=CollectorOptions(incomplete_groups=policy, cycle=False),
+        incomplete_groups=policy,
+        cycle=False,
         max_staleness=staleness,
         max_retries=retries,
         max_consecutive_failures=10_000,
@@ -534,7 +356,7 @@ def test_no_episode_is_lost_or_counted_twice(
             assert not items_played.keys() & set(played)
             items_played.update(played)
     stats = collector.stats()
-    assert rule(stats)
+    assert balanced(stats)
     assert stats["running"] == 0
     assert stats["accepted"] == sum(items_played.values())
     expected = {}
@@ -553,13 +375,8 @@ def test_a_restarted_run_neither_repeats_nor_skips_items(engine, shuffle, stalen
     data = [{"turns": 1, "k": k, "sleep": 0.001 * (k % 3)} for k in range(12)]
 
     def collector():
-        return MultiTurnCollector(
-            Chat,
-            engine,
-            data,
-            episodes_per_batch=3,
-            options=CollectorOptions(shuffle=shuffle, cycle=False),
-            max_staleness=staleness,
+        return collecting(
+            Chat, engine, data, n=3, shuffle=shuffle, cycle=False, max_staleness=staleness
         )
 
     seen = []
@@ -589,50 +406,27 @@ def test_batches_of_a_few_more_episodes_do_not_use_up_the_next(engine):
                 raise OSError("a member is missing")
             return await super().step(response)
 
-    with MultiTurnCollector(
-        *(Short, engine),
-        episodes_per_batch=4,
+    with collecting(
+        Short,
+        engine,
+        n=4,
         group_size=2,
         max_staleness=0,
-        options=CollectorOptions(incomplete_groups="keep"),
+        incomplete_groups="keep",
         max_concurrency=1,
     ) as collector:
         batches = collector.iterator()
         for _ in range(12):
             assert len(next(batches)) >= 4
             engine.update_weights(None)
-        assert rule(collector.stats())
-
-
-def test_episodes_are_dumped(engine, tmp_path):
-    data = [{"turns": 2, "task_id": "a"}, {"turns": 1}]
-    with MultiTurnCollector(
-        Chat, engine, data, episodes_per_batch=4, group_size=2, dump_dir=tmp_path
-    ) as collector:
-        next(iter(collector))
-        engine.update_weights(None)
-        collector.evaluate([{"turns": 1}])
-    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
-    wanted = (
-        "task_id group sample_idx seqlen prompt_len head_version tail_version reward stop_reason "
-        "messages prompt completion"
-    )
-    assert all(set(wanted.split()) <= line.keys() for line in lines)
-    found = [(line["group"] % 1_000_000, line["sample_idx"], line["reward"]) for line in lines]
-    assert found == [(0, 0, 2.0), (0, 1, 2.0), (1, 0, 1.0), (1, 1, 1.0)]
-    # An item without a name of its own goes by its group.
-    assert [line["task_id"] for line in lines] == ["a", "a", *[lines[2]["group"]] * 2]
-    assert len((tmp_path / "eval" / "1.jsonl").read_text().splitlines()) == 1
+        assert balanced(collector.stats())
 
 
 def test_the_ledger_is_linear_in_the_conversation(tokenizer):
     """Counted in tokens that a line holds, not in time."""
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     for turns in (8, 64):
-        with MultiTurnCollector(
-            Chat, engine, [{"turns": turns}], episodes_per_batch=1
-        ) as collector:
-            batch = next(iter(collector))
+        batch, _ = first_batch(Chat, engine, [{"turns": turns}])
         prompts = batch.get(("tokens", "prompt"), as_list=True)
         assert len({prompt.untyped_storage().data_ptr() for prompt in prompts}) == 1
         assert prompts[0].untyped_storage().nbytes() == 8 * len(prompts[-1])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting, versions_in
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples, first_fast
 from tests.waiting import PATIENCE, wait_until
@@ -171,8 +172,7 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
         for k, times in enumerate(updates):
             batch = next(batches)
             run.delivered(size)
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            assert oldest >= begun_by[k]
+            assert min(versions_in(batch)) >= begun_by[k]
             if min(updates) > 0:
                 most = max(updates[:k], default=1)
                 assert collector.stats()["staleness/max"] <= (staleness + 1) * most - 1
@@ -186,9 +186,7 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
 @pytest.mark.parametrize("order", first_fast(["load, update", "update, load", "load"]))
 def test_an_update_before_the_first_batch_leaves_the_lead_as_it_is(engine, order):
     def collector():
-        return MultiTurnCollector(
-            Chat, engine, [{"turns": 1}], episodes_per_batch=4, max_staleness=1, max_concurrency=1
-        )
+        return collecting(Chat, engine, [{"turns": 1}], n=4, max_staleness=1, max_concurrency=1)
 
     def play(collector):
         ages = []
@@ -271,17 +269,19 @@ def test_nothing_older_than_the_maximum_is_delivered_and_no_item_is_lost(
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
     rng, size, seen = random.Random(seed), 6, Counter()
     sizes = Counter()
-    with MultiTurnCollector(
-        *(Slow, engine, heavy_tailed(rng, 24)),
-        episodes_per_batch=size,
+    with collecting(
+        Slow,
+        engine,
+        heavy_tailed(rng, 24),
+        n=size,
         group_size=group_size,
         max_staleness=staleness,
         max_concurrency=rng.choice([2, 6, 40]),
-        options=CollectorOptions(cycle=False),
+        cycle=False,
     ) as collector:
         for batch, times in zip(collector, itertools.cycle(updates), strict=False):
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            assert engine.version - oldest == collector.stats()["staleness/max"] <= staleness
+            age = engine.version - min(versions_in(batch))
+            assert age == collector.stats()["staleness/max"] <= staleness
             seen.update({item["k"]: 0 for item in batch["data"]})
             ends = batch["next", "done"].flatten()
             sizes.update(batch["group"][ends].tolist())
@@ -305,12 +305,14 @@ def test_weights_that_change_while_a_batch_is_made_count(engine):
             engine.update_weights(None)
         return batch
 
-    with MultiTurnCollector(
-        *(Chat, engine, [{"turns": 1, "k": k} for k in range(12)]),
-        episodes_per_batch=4,
+    with collecting(
+        Chat,
+        engine,
+        [{"turns": 1, "k": k} for k in range(12)],
+        n=4,
         max_staleness=0,
         postproc=postproc,
-        options=CollectorOptions(cycle=False),
+        cycle=False,
     ) as collector:
         seen = []
         for batch in collector:
@@ -328,14 +330,15 @@ def test_in_the_background_nothing_older_is_written(tokenizer):
 
     class Buffer(ReplayBuffer):
         def extend(self, batch):
-            oldest = min(int(v.min()) for v in batch.get(("versions", "response"), as_list=True))
-            ages.append(engine.version - oldest)
+            ages.append(engine.version - min(versions_in(batch)))
             return super().extend(batch)
 
     rng = random.Random(0)
-    with MultiTurnCollector(
-        *(Slow, engine, heavy_tailed(rng, 200)),
-        episodes_per_batch=4,
+    with collecting(
+        Slow,
+        engine,
+        heavy_tailed(rng, 200),
+        n=4,
         max_staleness=1,
         max_concurrency=8,
         replay_buffer=Buffer(storage=LazyStackStorage(10_000)),
@@ -382,9 +385,11 @@ def little_patience(monkeypatch):
 
 
 def in_the_background(engine, data=({"turns": 1},), env=Chat, **kwargs):
-    return MultiTurnCollector(
-        *(env, engine, data),
-        episodes_per_batch=4,
+    return collecting(
+        env,
+        engine,
+        data,
+        n=4,
         replay_buffer=ReplayBuffer(storage=LazyStackStorage(10_000)),
         **{"max_staleness": 1, **kwargs},
     )

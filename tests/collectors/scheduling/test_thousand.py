@@ -9,9 +9,10 @@ from collections import Counter
 
 import pytest
 
+from tests.collectors.runs import balanced, collecting
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import first_fast
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
@@ -78,13 +79,14 @@ class Hard(TextEnv):
 @pytest.mark.parametrize("num_items", first_fast([160, 800]))
 def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_timeout):
     engine = Engine(tokenizer, random.Random(0))
-    collector = MultiTurnCollector(
+    collector = collecting(
         Hard,
         engine,
         [{"id": k} for k in range(num_items)],
-        options=CollectorOptions(cycle=False, incomplete_groups="requeue"),
+        n=num_items // 2,
+        cycle=False,
+        incomplete_groups="requeue",
         group_size=GROUP,
-        episodes_per_batch=num_items // 2,
         max_concurrency=1000,
         max_staleness=3,
         max_consecutive_failures=10**6,
@@ -99,6 +101,7 @@ def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_ti
                 assert step["tokens", "prompt"].tolist() == prompt
                 assert step["tokens", "response"].tolist() == list(answer.token_ids)
                 assert log_probs == answer.log_probs
+                assert step["versions", "response"].tolist() == answer.versions
                 assert engine.version - min(answer.versions) <= 3
                 group = groups.setdefault(int(step["group"]), (step["data"]["id"], set()))
                 assert group[0] == step["data"]["id"]
@@ -110,7 +113,7 @@ def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_ti
             if on_timeout == "mask":
                 masked += int((~rows["valid"]).sum())
             stats = collector.stats()
-            assert stats["accepted"] + stats["rejected"] + stats["running"] == stats["started"]
+            assert balanced(stats)
             engine.version += 1
         stats = collector.stats()
     assert max(delivered.values()) == 1

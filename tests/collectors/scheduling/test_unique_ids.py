@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
 
@@ -20,9 +18,9 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE
-from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.collectors.scheduling import unique_ids as ids
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds, UniqueTrajIds, unique_ids
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -39,11 +37,13 @@ def make(engine):
 
     def make(state=None, buffer=None):
         made.append(
-            MultiTurnCollector(
-                *(Chat, engine, DATA),
-                episodes_per_batch=4,
+            collecting(
+                Chat,
+                engine,
+                DATA,
+                n=4,
                 group_size=2,
-                options=CollectorOptions(seed=3),
+                seed=3,
                 sampling={"seed": 3},
                 replay_buffer=buffer,
             )
@@ -175,18 +175,6 @@ def test_seeds_of_calls_do_not_follow_the_ids(make, engine):
     following = seeds(streams[0])
     assert seeds(iter(make(state))) == following
     assert not set(begun) & set(following)
-
-
-@pytest.mark.slow
-def test_neither_a_seed_nor_a_fork_repeats_the_ids():
-    found = []
-    for _ in range(2):
-        random.seed(0)
-        torch.manual_seed(0)
-        found.append(next(unique_ids()))
-    code = f"import runpy; print(next(runpy.run_path({ids.__file__!r})['unique_ids']()))"
-    found += [int(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2)]
-    assert len(set(found)) == 4
 
 
 def test_a_collector_that_has_used_its_million_goes_on_elsewhere(monkeypatch):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 
 import pytest
 
+from tests.collectors.runs import beside, collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.waiting import wait_until
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.collectors.statistics import call_times, episode_counts
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -125,25 +124,23 @@ def test_who_waits_long_says_once_what_for(tokenizer, where, what, staleness, ca
         """Episodes that the lines tell of."""
         return sum(2 if "the longest of 2 that wait" in text else 1 for text in said())
 
-    def open_the_gate(collector):
+    def open_the_gate():
         wait_until(lambda: told() == 2)
         longest = collector.stats()["waiting/longest"]
         wait_until(lambda: collector.stats()["waiting/longest"] > longest)
         gate.append(1)
 
-    with MultiTurnCollector(
+    with collecting(
         Workflow() if where == "workflow" else lambda: Slow(where, gate),
         engine,
         ({"k": k} for k in itertools.count()),
-        episodes_per_batch=2,
+        n=2,
         max_staleness=staleness,
         max_concurrency=2,
         total_episodes=2,
     ) as collector:
-        opening = threading.Thread(target=open_the_gate, args=[collector], daemon=True)
-        opening.start()
-        assert len(list(collector)) == 1
-        opening.join()
+        with beside(open_the_gate):
+            assert len(list(collector)) == 1
         stats = collector.stats()
     assert told() == 2
     assert all(f"has waited for {what} for" in text for text in said())

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.collectors.statistics import episode_counts
 from torchrl_mt.engines import Completion, TransformersEngine
@@ -53,13 +54,8 @@ def test_tokens_per_second_are_of_accepted_episodes_since_the_first_began(monkey
 
 
 def test_a_bar_moves_with_the_episodes(engine, capsys):
-    with MultiTurnCollector(
-        Chat,
-        engine,
-        [{"turns": 2}],
-        episodes_per_batch=3,
-        total_episodes=6,
-        options=CollectorOptions(progress=True),
+    with collecting(
+        Chat, engine, [{"turns": 2}], n=3, total_episodes=6, progress=True
     ) as collector:
         assert len(collector) == 2
         assert len(list(collector)) == 2
@@ -70,7 +66,7 @@ def test_a_bar_moves_with_the_episodes(engine, capsys):
 
 
 def test_a_run_without_an_end_has_no_length(engine):
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=3) as collector:
+    with collecting(Chat, engine, n=3) as collector:
         with pytest.raises(TypeError, match="no length"):
             len(collector)
         assert collector
@@ -89,7 +85,7 @@ def test_thousands_of_episodes_run_at_once(tokenizer, number):
             return Completion([5, tokenizer.eos_token_id], [0.0, 0.0], [0, 0], "stop")
 
     engine = Waits(tokenizer, lambda prompt: [])
-    with MultiTurnCollector(Chat, engine, episodes_per_batch=number) as collector:
+    with collecting(Chat, engine, n=number) as collector:
         assert len(next(iter(collector))) == number
         assert collector.stats()["rejected"] == 0
 
@@ -102,9 +98,7 @@ def test_a_model_does_sums_with_the_calculator():
     torch.manual_seed(0)
     model, tokenizer = tiny_chat_model(" ".join(texts), hidden_size=32)
     engine = TransformersEngine(model, tokenizer, max_new_tokens=4)
-    with MultiTurnCollector(
-        Arithmetic, engine, items, episodes_per_batch=8, limits=Limits(max_turns=3)
-    ) as collector:
+    with collecting(Arithmetic, engine, items, n=8, limits=Limits(max_turns=3)) as collector:
         batch = next(iter(collector))
         rows = MergeTurns()(batch)
         assert len(rows) == 8 + collector.stats()["forks"]

@@ -7,7 +7,7 @@ conversation share its tokens. Each image is in it once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -21,15 +21,12 @@ __all__ = ["Played", "Task"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An episode to play; the fields are those of :class:`~torchrl_mt.collectors.Episode`."""
+    """An episode to play."""
 
+    record: Episode
+    """The episode without its item."""
     data: bytes
     """The item, pickled."""
-    group: int
-    traj_id: int
-    rank: int
-    group_number: int
-    is_eval: bool
     sampling: bytes
     """Arguments for the engine's ``generate``, pickled."""
 
@@ -41,12 +38,8 @@ class Task:
             TypeError: if the item or a sampling argument cannot be pickled.
         """
         return cls(
+            replace(episode, data=None),
             _sent("items of data", "the item", episode.data),
-            episode.group,
-            episode.traj_id,
-            episode.rank,
-            episode.group_number,
-            episode.is_eval,
             _sent("arguments of sampling", "the arguments", sampling),
         )
 
@@ -56,14 +49,7 @@ class Task:
         Raises:
             TypeError: if the item cannot be unpickled here.
         """
-        return Episode(
-            received("the item", self.data),
-            self.group,
-            self.traj_id,
-            rank=self.rank,
-            group_number=self.group_number,
-            is_eval=self.is_eval,
-        )
+        return replace(self.record, data=received("the item", self.data))
 
     def arguments(self) -> Mapping[str, Any]:
         """Arguments for the engine's ``generate``.

@@ -75,21 +75,13 @@ class SharedWeights(PackedWeights):
     """Packed weights in memory that the processes of this machine share."""
 
     def __init__(self, packed: PackedWeights) -> None:
-        self.as_tensordict, self.places = packed.as_tensordict, packed.places
-        self.block = torch.from_numpy(packed.block).share_memory_()
+        vars(self).update(vars(packed), block=torch.from_numpy(packed.block).share_memory_())
 
-    def __reduce__(self) -> Any:
-        block = bytes(ForkingPickler.dumps(self.block))  # a handle
-        return _attached, (block, self.places, self.as_tensordict)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "block": bytes(ForkingPickler.dumps(self.block))}  # a handle
 
-
-def _attached(
-    block: bytes, places: dict[str, tuple[int, torch.dtype, torch.Size]], as_tensordict: bool
-) -> SharedWeights:
-    weights = SharedWeights.__new__(SharedWeights)
-    weights.block, weights.places = pickle.loads(block), places
-    weights.as_tensordict = as_tensordict
-    return weights
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, block=pickle.loads(state["block"]))
 
 
 class PickledWeights:

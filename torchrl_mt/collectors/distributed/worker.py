@@ -17,13 +17,13 @@ from torchrl_mt.collectors.distributed.weights import PackedWeights, PickledWeig
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.playing.env_factory import named
 from torchrl_mt.collectors.playing.episode_player import EpisodePlayer
-from torchrl_mt.collectors.playing.version_offset import VersionOffset
+from torchrl_mt.collectors.playing.version_offset import VersionOffset, count_update
 from torchrl_mt.collectors.workflow_entries import ExpectedEntries
 from torchrl_mt.engines.completions.updates_elsewhere import ServerStates, UpdatesElsewhere
 from torchrl_mt.processes import received
 from torchrl_mt.threads import call_in_thread
 
-__all__ = ["EpisodeWorker", "Report", "count_update"]
+__all__ = ["EpisodeWorker", "Report"]
 
 
 class Report(NamedTuple):
@@ -92,11 +92,11 @@ class EpisodeWorker:
         episode, sampling = task.episode(), task.arguments()
         current = asyncio.current_task()
         assert current is not None
-        self._running[task.traj_id] = (episode, current)
+        self._running[episode.traj_id] = (episode, current)
         try:
             error = await self._player.failure_of(episode, sampling, ExpectedEntries())
         finally:
-            del self._running[task.traj_id]
+            del self._running[episode.traj_id]
         return Played.of(episode, error)
 
     async def cancel(self, traj_id: int) -> None:
@@ -169,14 +169,6 @@ class EpisodeWorker:
         """End what was started. Called outside of the event loop."""
         self._player.close()
         self._engine.close()
-
-
-def count_update(engine: Any) -> None:
-    """Count an update of an engine's weights that was made elsewhere."""
-    if hasattr(engine, "count_update"):
-        engine.count_update()
-    else:
-        engine.update_weights(None)
 
 
 def seed_generators(seed: int) -> None:

@@ -59,6 +59,9 @@ class _Weights:
     """Servers that the workers share; ``None`` if their weights are no affair of the collector."""
 
 
+_UNKNOWN = _Weights(-1)
+
+
 @dataclass(eq=False)
 class _Slot:
     """The place of a worker, and the worker in it."""
@@ -119,8 +122,8 @@ class Workers:
         self._failure: WorkersFailedError | None = None
         self._handles: set[Handle] = set()
         """All workers that have not ended, also those that do not play yet."""
-        self._weights: _Weights | None = None
-        """The last weights; ``None`` until the first worker has told its version."""
+        self._weights = _UNKNOWN
+        """The last weights; until the first worker has told its version, they are not known."""
         self._slots = [_Slot(index) for index in range(number)]
         self._groups: dict[int, tuple[_Slot, int]] = {}
         """Worker and number of the running members of each group."""
@@ -154,7 +157,6 @@ class Workers:
     @property
     def version(self) -> int:
         """Version of the last weights."""
-        assert self._weights is not None
         return self._weights.version
 
     # Episodes
@@ -167,13 +169,13 @@ class Workers:
             Rejected: if its time is over and its worker does not answer.
             WorkersFailedError: if a worker died more than ``max_restarts`` times in a row.
         """
-        slot = self._enter(task.group)
+        slot, traj_id = self._enter(task.record.group), task.record.traj_id
         try:
             # Not cancelled with the caller: the futures are marked as running.
             worker = await asyncio.wrap_future(slot.ready)
             playing = asyncio.wrap_future(worker.call("play", task))
             overdue: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-            slot.episodes[task.traj_id] = (time.monotonic(), overdue)
+            slot.episodes[traj_id] = (time.monotonic(), overdue)
             try:
                 await asyncio.wait([playing, overdue], return_when=asyncio.FIRST_COMPLETED)
                 if not playing.done():
@@ -183,14 +185,14 @@ class Workers:
                 self._died(slot, worker, error)  # This may be the first sign of it.
                 raise
             finally:
-                del slot.episodes[task.traj_id]
+                del slot.episodes[traj_id]
                 if not playing.done():
                     playing.cancel()
-                    worker.call("cancel", task.traj_id)
+                    worker.call("cancel", traj_id)
                 elif not playing.cancelled():
                     playing.exception()  # Else asyncio logs an error that came with a cancellation.
         finally:
-            self._leave(task.group, slot)
+            self._leave(task.record.group, slot)
         if played.error is None:
             slot.in_a_row = 0
         return played
@@ -268,21 +270,18 @@ class Workers:
         """
         with self._updating:
             shared = None if source is None else self._backend.put(source)
-            assert self._weights is not None
             kept = self._weights.shared if shared is None else shared
             self._broadcast("update", _Weights(self.version + 1, kept), shared=shared)
 
     def count_update(self, servers: ServerStates | None = None) -> None:
         """Have all workers count an update that was made elsewhere, of ``servers`` perhaps."""
         with self._updating:
-            assert self._weights is not None
             weights = replace(self._weights, version=self.version + 1, servers=servers)
             self._broadcast("count", weights, servers)
 
     def count_from(self, version: int) -> None:
         """Have all workers count versions from ``version``."""
         with self._updating:
-            assert self._weights is not None
             self._broadcast("count_from", replace(self._weights, version=version))
 
     def _broadcast(self, method: str, weights: _Weights, *args: Any, shared: Any = None) -> None:
@@ -318,7 +317,6 @@ class Workers:
     @property
     def servers(self) -> ServerStates:
         """What the workers were told last of their servers."""
-        assert self._weights is not None
         assert self._weights.servers is not None
         return self._weights.servers
 
@@ -326,7 +324,6 @@ class Workers:
         """Tell all workers of their servers, and wait until they know."""
         with self._updating:
             with self._lock:
-                assert self._weights is not None
                 self._weights = replace(self._weights, servers=servers)
                 calls = self._call_all("follow", servers)
             _wait_for_answers("follow", calls)
@@ -375,7 +372,7 @@ class Workers:
             while True:
                 with self._lock:
                     self.check_open()
-                    if self._weights is None:
+                    if self._weights is _UNKNOWN:
                         self._weights, self.facts = _Weights(facts["version"]), facts
                     if loaded is self._weights:
                         slot.handle = worker

@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import is_tensor_collection
 from torch.utils.data import default_collate
 
-__all__ = ["rows_of_batch"]
+__all__ = ["length_of", "rows_of_batch"]
 
 
 def rows_of_batch(batch: Any, *, collate_fn: Any = None) -> Iterator[Any]:
@@ -51,7 +51,11 @@ def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]
     elif by_default and _is_transposed(batch):
         for i, column in enumerate(batch):
             yield from _sizes(column, f"{name}[{i}]", by_default)
-    elif isinstance(batch, (str, bytes)) or not hasattr(batch, "__getitem__") or not _sized(batch):
+    elif (
+        isinstance(batch, (str, bytes))
+        or not hasattr(batch, "__getitem__")
+        or (size := length_of(batch)) is None
+    ):
         raise TypeError(
             "a DataLoader's batch must be a list of items, a mapping of columns, a tensor or a "
             f"TensorDict; {name} is of type {type(batch).__name__} and has no rows: change "
@@ -63,7 +67,7 @@ def _sizes(batch: Any, name: str, by_default: bool) -> Iterator[tuple[str, int]]
             "may be either: return list(...) or a dict from collate_fn."
         )
     else:
-        yield name, len(batch)
+        yield name, size
 
 
 def _row(batch: Any, i: int, by_default: bool) -> Any:
@@ -87,10 +91,11 @@ def _is_transposed(batch: Any) -> bool:
     )
 
 
-def _sized(batch: Any) -> bool:
-    """Whether ``len`` works; a tensor without dimensions has none."""
+def length_of(data: Any) -> int | None:
+    """Length of the data; ``None`` if it has none."""
+    if not hasattr(type(data), "__len__"):
+        return None
     try:
-        len(batch)
-    except TypeError:
-        return False
-    return True
+        return len(data)
+    except TypeError:  # Such as a DataLoader over data without a length, or a tensor's number.
+        return None

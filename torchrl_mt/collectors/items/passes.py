@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torchrl_mt.collectors.items.batch_rows import rows_of_batch
+from torchrl_mt.collectors.items.batch_rows import length_of, rows_of_batch
 
-__all__ = ["LoaderPasses", "Passes", "length_of", "seed_sequence"]
+__all__ = ["LoaderPasses", "Passes", "seed_sequence"]
 
 _END = object()
 
@@ -25,10 +25,6 @@ class Passes:
 
     def __init__(self, data: Any) -> None:
         self.data = data
-
-    def length(self) -> int | None:
-        """Number of steps of an epoch; ``None`` if unknown."""
-        return length_of(self.data)
 
     def num_items(self) -> int | None:
         """Number of items; ``None`` if unknown."""
@@ -127,13 +123,3 @@ def _set_epoch(epoch: int, *objects: Any) -> None:
 def seed_sequence(seed: int, epoch: int) -> np.random.SeedSequence:
     """Seed of an epoch's random numbers."""
     return np.random.SeedSequence((seed % 2**64, epoch))
-
-
-def length_of(data: Any) -> int | None:
-    """Length of the data; ``None`` if it has none."""
-    if not hasattr(type(data), "__len__"):
-        return None
-    try:
-        return len(data)
-    except TypeError:  # Such as a DataLoader over data without a length.
-        return None

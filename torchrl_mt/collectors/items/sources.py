@@ -13,8 +13,9 @@ import torch
 from tensordict import is_tensor_collection
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchrl_mt.collectors.items.batch_rows import length_of
 from torchrl_mt.collectors.items.curriculum import Curriculum
-from torchrl_mt.collectors.items.passes import LoaderPasses, Passes, length_of, seed_sequence
+from torchrl_mt.collectors.items.passes import LoaderPasses, Passes, seed_sequence
 
 __all__ = ["Source", "make_source"]
 
@@ -50,7 +51,8 @@ def make_source(data: Any, shuffle: bool, cycle: bool | None, seed: int) -> Sour
         )
     if isinstance(data, (set, frozenset)):
         data = sorted(data, key=repr)
-    if not isinstance(data, (DataLoader, IterableDataset)) and _has_indices(data):
+    is_stream = isinstance(data, (DataLoader, IterableDataset))
+    if not is_stream and hasattr(type(data), "__getitem__") and length_of(data) is not None:
         return _Indexed(data, shuffle, cycle is not False, seed)
     if shuffle:
         raise ValueError(
@@ -257,7 +259,7 @@ class _Ordered(Source):
         self.generators: list[torch.Tensor] = []
         """States of the data's generators before the epoch."""
         self.failure: RuntimeError | None = None
-        size = passes.length()
+        size = length_of(passes.data)
         self.fingerprint = (
             {"kind": "an iterator"} if once else {"kind": passes.kind, "length": passes.num_items()}
         )
@@ -345,8 +347,3 @@ class _Ordered(Source):
                 f"state_dict is at item {place} of an epoch, but the data ends after {read}: give the "
                 "data of the saved run."
             )
-
-
-def _has_indices(data: Any) -> bool:
-    """Whether data has a length and, as far as its type tells, an index."""
-    return hasattr(type(data), "__getitem__") and length_of(data) is not None

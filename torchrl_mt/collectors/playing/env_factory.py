@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torchrl.envs import EnvBase
 
@@ -34,21 +34,11 @@ __all__ = [
 Player: TypeAlias = "TextEnv | Workflow | Any"
 """An environment, a workflow (it has ``arun_episode``) or an agent (it has ``run``)."""
 
+MakePlayer: TypeAlias = "Make | _Adapting"
+"""Makes the player of an episode, in any thread. A workflow or an agent may be the same for all."""
+
 _AT_ONCE = 0.002
 """Seconds that making a player may block the event loop."""
-
-
-class MakePlayer(Protocol):
-    """Makes the player of an episode, in any thread."""
-
-    @property
-    def at_once(self) -> bool:
-        """Whether making a player takes next to no time."""
-        ...
-
-    def __call__(self) -> Player:
-        """Make a player for one episode. A workflow or an agent may be the same for all."""
-        ...
 
 
 def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakePlayer:
@@ -173,7 +163,9 @@ class Make:
 
     make: Callable[[], Player]
     at_once: bool
+    """Whether making a player takes next to no time."""
     is_agent: bool = False
+    """Whether every player is an agent."""
 
     def __call__(self) -> Player:
         """Make a player for one episode."""
@@ -182,6 +174,8 @@ class Make:
 
 class _Adapting:
     """A factory that calls a function and adapts TorchRL's environments."""
+
+    is_agent = False
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._factory = factory

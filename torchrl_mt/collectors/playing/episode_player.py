@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tensordict import TensorDictBase
 
@@ -31,6 +31,9 @@ from torchrl_mt.plugins import load_plugin
 from torchrl_mt.threads import call_user
 from torchrl_mt.vision import VisionProcessor
 
+if TYPE_CHECKING:
+    from torchrl_mt.collectors.distributed.player import RemotePlayer
+
 __all__ = ["EpisodePlayer", "Player"]
 
 _CHATS_KEPT = 64
@@ -38,32 +41,8 @@ _CHATS_KEPT = 64
 _logger = logging.getLogger("torchrl_mt")
 
 
-class Player(Protocol):
-    """Plays episodes, here or elsewhere."""
-
-    engine: Engine
-    """Samples the responses."""
-    end: Callable[[], object]
-    """Ends what the player has started, without a reference to the player."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer, or ``None``."""
-        ...
-
-    async def failure_of(
-        self,
-        episode: Episode,
-        sampling: Mapping[str, Any],
-        expected: ExpectedEntries,
-        engine: Engine | None = None,
-    ) -> BaseException | None:
-        """Play an episode and return its error, or ``None``. What this raises ends the run."""
-        ...
-
-    def close(self, timeout: float | None = None) -> None:
-        """End what the player has started, within ``timeout`` seconds if given."""
-        ...
+Player: TypeAlias = "EpisodePlayer | RemotePlayer"
+"""Plays episodes, here or elsewhere."""
 
 
 class EpisodePlayer:
@@ -92,6 +71,7 @@ class EpisodePlayer:
             named(policy, "policy") if isinstance(policy, str) else policy, with_tokenizer
         )
         self.engine: Engine = engine
+        """Samples the responses."""
         self.limits = limits
         self.accept = accept
         self.tokenizer = getattr(engine, "tokenizer", None) if tokenizer is None else tokenizer
@@ -110,6 +90,7 @@ class EpisodePlayer:
             self._make_player = Make(self._workers.make, at_once=True)
         workers = self._workers
         self.end: Callable[[], object] = (lambda: None) if workers is None else workers.close
+        """Ends what the player has started, without a reference to the player."""
         self._chat_options = chat
         self._agent_options = agents
         self._agent_player: Any = None
@@ -118,7 +99,7 @@ class EpisodePlayer:
             self._get_chat(env.tool_schemas, env.whole_text)
         elif isinstance(env, type) and issubclass(env, TextEnv):
             self._get_chat()
-        if getattr(self._make_player, "is_agent", False):
+        if self._make_player.is_agent:
             self._get_agent_player()
 
     async def failure_of(

@@ -6,11 +6,10 @@ However it ends, the episode holds complete turns only. A timeout never becomes 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer
@@ -35,9 +34,7 @@ __all__ = ["PlayAgent", "play_chat", "play_episode"]
 BeginDialogue: TypeAlias = Callable[[Sequence[Message], TextEnv], Dialogue]
 """Begins a dialogue, given its opening and its environment, after ``reset``."""
 
-_T = TypeVar("_T")
 PlayAgent: TypeAlias = Callable[[Any, Recorder], Awaitable[Any]]
-_logger = logging.getLogger("torchrl_mt")
 
 
 async def play_episode(
@@ -83,7 +80,7 @@ async def play_episode(
     )
     try:
         await within(
-            _play(make_player, recorder, begin_dialogue, episode, play_agent, vision),
+            _play(make_player, recorder, begin_dialogue, play_agent, vision),
             limits.episode_timeout,
             LimitReached(StopReason.EPISODE_TIMEOUT),
             time_is_up=recorder.close,
@@ -103,11 +100,11 @@ async def _play(
     make_player: MakePlayer,
     recorder: Recorder,
     begin_dialogue: BeginDialogue,
-    episode: Episode,
     play_agent: PlayAgent | None,
     vision: VisionProcessor | None,
 ) -> None:
     """Make the player, and play the episode with it."""
+    episode = recorder.episode
     with episode.calls.call("environment", "the making of its environment"):
         player = await _make(make_player)
     if not isinstance(player, TextEnv):
@@ -117,18 +114,17 @@ async def _play(
         else:
             assert play_agent is not None
             result, what = play_agent(player, recorder), f"{name}.run"
-        await _play_workflow(result, what, recorder, episode)
+        await _play_workflow(result, what, recorder)
         return
     try:
-        await play_chat(player, recorder, begin_dialogue, episode, vision)
+        await play_chat(player, recorder, begin_dialogue, vision)
     finally:
         _close(player)
 
 
-async def _play_workflow(
-    play: Awaitable[Any], what: str, recorder: Recorder, episode: Episode
-) -> None:
+async def _play_workflow(play: Awaitable[Any], what: str, recorder: Recorder) -> None:
     """Let a workflow or an agent play the episode with the recorder as its engine."""
+    episode = recorder.episode
     escaped = result = None
     try:
         with episode.calls.call("environment", what):
@@ -154,11 +150,10 @@ async def play_chat(
     env: TextEnv,
     recorder: Recorder,
     begin_dialogue: BeginDialogue,
-    episode: Episode,
     vision: VisionProcessor | None = None,
 ) -> None:
     """Play the episode in an environment of its own, with the recorder as the engine."""
-    limits = recorder.limits
+    episode, limits = recorder.episode, recorder.limits
     answered = True
     try:
         with episode.calls.call("environment", f"{type(env).__name__}.reset"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl_mt.engines import Completion, Engine
 
-__all__ = ["VersionOffset"]
+__all__ = ["VersionOffset", "count_update"]
 
 
 class VersionOffset:
@@ -43,3 +43,11 @@ class VersionOffset:
         """Sample a completion from the engine."""
         answer = await self._engine.generate(prompt_ids, **arguments)
         return replace(answer, versions=[self._offset + version for version in answer.versions])
+
+
+def count_update(engine: Any) -> None:
+    """Count an update of an engine's weights that was made elsewhere."""
+    if hasattr(engine, "count_update"):
+        engine.count_update()
+    else:
+        engine.update_weights(None)

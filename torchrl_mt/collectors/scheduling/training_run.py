@@ -22,7 +22,7 @@ class TrainingRun:
     Args:
         scheduler: plays the groups.
         lead: how far ahead of training groups are played; ``None`` plays none between two batches.
-        version: returns the engine's weight version.
+        version: returns the weight version, counted across restarts.
         episodes_left: episodes until the end of the run; no end if ``None``.
         may_begin: cleared to pause: no episode is begun until it is set.
     """
@@ -65,15 +65,14 @@ class TrainingRun:
             await self.stop()
             raise
 
-    def deliver(self, groups: list[Group], version: int, policy_version: int) -> None:
+    def deliver(self, groups: list[Group], version: int) -> None:
         """Record that the batch was delivered and accept its episodes. May be called from any thread.
 
-        ``version`` is the engine's weight version at the delivery, ``policy_version`` the same, counted
-        across restarts.
+        ``version`` is the weight version at the delivery, counted across restarts.
         """
         self.scheduler.settle()
         episodes = [episode for group in groups for episode in group.episodes]
-        self.scheduler.counts.accept(episodes, version=policy_version)
+        self.scheduler.counts.accept(episodes, version=version)
         for group in groups:
             self.scheduler.done(group)
         if self._lead is not None:

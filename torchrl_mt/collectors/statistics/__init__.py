@@ -1,1 +1,1 @@
-"""Counters, times and the progress bar of a run."""
+"""Counters and times of a run."""
