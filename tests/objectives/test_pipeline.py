@@ -105,7 +105,7 @@ def test_weights_that_change_within_a_forward_pass_are_not_seen(make_model, rows
         next(pipeline)
         held = True
         before = copy.deepcopy(actor)
-        wait_until(lambda: within.is_set() or len(pipeline._line._made))
+        wait_until(lambda: within.is_set() or pipeline._line[0].done())
         train(actor)
         trained.set()
         out = next(pipeline)
@@ -167,7 +167,7 @@ def test_no_more_is_made_ahead_than_asked_for(model, rows, depth):
     with ExperiencePipeline(source(), ExperienceMaker(model), depth=depth) as pipeline:
         for taken in range(1, 6):
             next(pipeline)
-            wait_until(lambda: len(pipeline._line._made) == depth)
+            wait_until(lambda: all(made.done() for made in pipeline._line))
             assert made == taken + depth - 1
     wait_until(no_thread)
 
@@ -204,7 +204,7 @@ def test_errors_come_in_their_turn_with_their_traceback(model, rows, depth, capl
         ExperiencePipeline([rows(), lacking], ExperienceMaker(model)) as pipeline,
     ):
         next(pipeline)
-        wait_until(lambda: pipeline._line._made)
+        wait_until(lambda: pipeline._line[0].done())
     assert "the batch after the last that was taken failed" in caplog.text
 
 
