@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchrl_mt.devices import on_cpu, sent
 from torchrl_mt.objectives.filters import is_filter, per_token, valid_rows
+from torchrl_mt.objectives.metrics import numbered
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 
@@ -248,11 +249,10 @@ def _scores(shown: TensorDictBase, batch: RowBatch) -> Tensor:
 
 
 def _names(functions: Sequence[Process]) -> list[str]:
-    """Name the functions in errors and metrics; the second of a name gets ``#2``."""
+    """Name the functions in errors and metrics."""
     names: list[str] = []
     for one in functions:
         inner = getattr(one, "func", one)
         name = f"process/{getattr(inner, '__name__', type(inner).__name__)}"
-        same = sum(other == name or other.startswith(f"{name}#") for other in names)
-        names.append(f"{name}#{same + 1}" if same else name)
+        names.append(numbered(name, names))
     return names
