@@ -37,6 +37,14 @@ def close(got, expected, atol=1e-5, rtol=1e-5):
         torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
 
 
+def assert_same_gradients(got, expected):
+    """The same gradients by name, each up to a share of its largest number."""
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        scale = expected[name].abs().max().clamp(min=0.01)
+        assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
 def tiny(family, **options):
     """A tiny language model of a family; the same each time."""
     torch.manual_seed(0)

@@ -217,9 +217,6 @@ def test_any_module_with_logits_will_do(rows):
         ),
         ({"actor": print}, TypeError, "actor must be a causal language model"),
         ({"tokens": torch.zeros(12).long()}, ValueError, "tokens must have shape"),
-        ({"temperature": 0}, ValueError, "temperature must be positive"),
-        ({"dtype": torch.float32}, ValueError, "float16 or None, got"),
-        ({"micro_batch_tokens": 0}, ValueError, "micro_batch_tokens must be at least 1"),
         ({"actor": nn.Linear(2, 2), "packed": True}, ValueError, "pass packed=False"),
     ],
 )
@@ -331,5 +328,3 @@ def test_the_output_layer_may_be_in_float32(model, rows):
     rough, _ = row_log_probs(half, *batch)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert (rough - expected).abs().max() > 1e-4
-    with pytest.raises(ValueError, match=r"head_dtype must be torch\.float32 or None"):
-        Passes(head_dtype=torch.float16)
