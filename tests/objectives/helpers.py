@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch import Tensor, nn
 
 from tests.objectives.conftest import make_model, make_rows
 from tests.scoring.helpers import entries
-from torchrl_mt.objectives import row_log_probs
+from tests.settings import grouped
+from torchrl_mt.objectives import ValueModel, row_log_probs
 
 MASK = ("masks", "all_assistant_mask")
 
 
 @torch.no_grad()
-def log_probs(model: nn.Module, rows: TensorDict) -> Tensor:
+def log_probs(model: nn.Module, rows: TensorDict, **options: Any) -> Tensor:
     """Log-probabilities of the rows' sampled tokens, ``[N, S]``."""
-    return row_log_probs(model, *entries(rows))[0]
+    return row_log_probs(model, *entries(rows), **grouped(**options))[0]
 
 
 def objective_of(losses: TensorDict) -> Tensor:
@@ -45,6 +47,13 @@ def completed_rows(
     if weighted:
         rows["weights", "full"] = torch.rand(mask.shape, generator=g)
     return rows
+
+
+def value_model(model: nn.Module) -> ValueModel:
+    """A critic on a copy of a model, with a head that is not zero; the same each time."""
+    critic = ValueModel.from_model(copy.deepcopy(model))
+    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    return critic
 
 
 class TokenCritic(nn.Module):

@@ -1,6 +1,7 @@
 """A loss in parts has the values and gradients of one pass, and one part's activations in memory."""
 
-import copy
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -8,34 +9,22 @@ from tensordict import TensorDict
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.objectives.conftest import make_model, make_rows
-from tests.objectives.test_images import completed, value_model, vl_model
+from tests.objectives import helpers
+from tests.objectives.conftest import make_model
+from tests.objectives.helpers import objective_of, value_model
+from tests.objectives.test_images import completed, vl_model
 from tests.scoring.test_actor_output import Checkpointed
 from tests.settings import OF_SINGLE_ROWS, grouped
 from tests.tiers import pairs, some_fast
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, ValueModel
+from torchrl_mt.objectives import MultiTurnLoss, Passes
+from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.objectives.loss_parts import kept_bytes
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+AGGREGATIONS = get_args(Aggregation)
 LIMITS = [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"micro_batch_tokens": 17}]
 
 
-def completed_rows(model, seed=0, n=7):
-    batch = ExperienceMaker(model, ref=make_model(1), advantage="batch")(make_rows(seed, n))
-    g = torch.Generator().manual_seed(seed)
-    mask = batch["masks", "all_assistant_mask"]
-    for key in (("log_probs", "old"), ("log_probs", "full")):
-        batch[key] = batch[key] + 0.3 * torch.randn(mask.shape, generator=g) * mask
-    batch["advantage"] = torch.randn(*mask.shape, 1, generator=g) * mask[..., None]
-    batch["returns"] = torch.randn(mask.shape, generator=g)
-    batch["weights", "full"] = torch.rand(mask.shape, generator=g)
-    return batch
-
-
-def critic_of(model):
-    critic = ValueModel.from_model(copy.deepcopy(model))
-    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
-    return critic
+completed_rows = partial(helpers.completed_rows, weighted=True, n=7)
 
 
 def gradients(loss, out, weights):
@@ -74,7 +63,7 @@ def test_parts_have_the_losses_and_gradients_of_one_pass(objective, aggregation,
 @pytest.mark.parametrize("packed", [False, True, "tree"])
 def test_losses_may_be_weighed_in_their_sum(weights, packed):
     model = make_model()
-    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic_of(model), "packed": packed}
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": value_model(model), "packed": packed}
     limits = {"micro_batch_tokens": 24}
     assert_same([model], completed_rows(model), options, limits, weights)
 
@@ -130,8 +119,7 @@ def most_kept(loss, batch):
             alive -= self.x.nbytes
 
     with saved_tensors_hooks(Saved, lambda saved: saved.x):
-        out = loss(batch)
-        sum(x for key, x in out.items() if key.startswith("loss_")).backward()
+        objective_of(loss(batch)).backward()
     return most
 
 
@@ -225,7 +213,7 @@ def update(loss, batch, micro_batches=1):
     optimizer = torch.optim.SGD(loss.parameters(), 1e-3)
     total = loss.total(batch)
     for part in batch.split(-(-len(batch) // micro_batches)):
-        sum(x for key, x in loss(part, total=total).items() if key.startswith("loss_")).backward()
+        objective_of(loss(part, total=total)).backward()
     optimizer.step()
     optimizer.zero_grad()
 

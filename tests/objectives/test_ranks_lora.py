@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters import lora
 from tests.objectives.conftest import make_model, make_rows
-from tests.objectives.test_ranks import distance, gradients, objective_of, parts_of
+from tests.objectives.helpers import objective_of
+from tests.objectives.test_ranks import distance, gradients, parts_of
 from tests.rank_processes import needs_gloo, play, take_part
 from tests.settings import grouped
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches

@@ -58,27 +58,6 @@ def test_value_and_gradient_are_the_references(seed, suffix, packed):
     torch.testing.assert_close(got, gradients(MODEL, expected), atol=1e-5, rtol=1e-4)
 
 
-@given(seed=st.integers(0, 999), size=st.integers(1, 4))
-def test_shards_sum_to_the_whole(seed, size):
-    rows = supervised(seed, n=5)
-    loss = MultiTurnLoss(MODEL, objective="sft")
-    whole, total = loss(rows)["loss_objective"], loss.total(rows)
-    shards = sum(loss(part, total=total)["loss_objective"] for part in rows.split(size))
-    torch.testing.assert_close(shards, whole)
-    slopes = gradients(MODEL, loss(rows)["loss_objective"])
-    torch.testing.assert_close(gradients(MODEL, shards), slopes, atol=1e-5, rtol=1e-4)
-
-
-def test_weights_do_not_change_the_divisor():
-    rows = supervised(0)
-    loss = MultiTurnLoss(MODEL, objective="sft")
-    plain = loss(rows)["loss_objective"]
-    rows["weights", "full"] = torch.full(rows["tokens", "full"].shape, 0.25)
-    torch.testing.assert_close(loss(rows)["loss_objective"], 0.25 * plain)
-    rows["weights", "full"].zero_()
-    assert loss(rows)["loss_objective"] == 0
-
-
 def test_rows_need_tokens_and_masks_alone_and_nothing_is_said(caplog):
     loss = MultiTurnLoss(MODEL, objective="sft")
     assert loss.in_keys == [

@@ -5,11 +5,12 @@ import logging
 
 import pytest
 import torch
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
+from tests.objectives.helpers import TokenCritic
 from tests.tiers import some_fast
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, RewardMix
@@ -45,10 +46,7 @@ def test_the_default_learns_from_what_a_collector_makes_by_default(model, rows, 
 
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 def test_groups_of_one_are_refused_where_groups_are_compared(model, rows, kind):
-    critic = None
-    if kind in CRITIC_KINDS:
-        critic = torch.nn.Embedding(24, 1)
-        critic.forward = lambda input_ids, attention_mask: critic.weight[input_ids]
+    critic = TokenCritic() if kind in CRITIC_KINDS else None
     maker, batch = ExperienceMaker(model, advantage=kind, critic=critic), lone(rows())
     batch["rewards", "full"].abs_()
     if kind not in GROUP_KINDS:
@@ -211,10 +209,10 @@ def test_returns_of_the_same_discount_from_a_writer_are_the_same(said):
     torch.manual_seed(0)
     model, tokenizer = tiny_chat_model(WORDS)
     engine = TransformersEngine(model, tokenizer)
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100),
+    buffer = buffer_of(
+        100,
+        EpisodeSampler(replacement=False),
         writer=EpisodeWriter(transform=DiscountedReturn(0.5)),
-        sampler=EpisodeSampler(replacement=False),
         transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
         batch_size=8,
     )

@@ -7,7 +7,6 @@ import torch
 from transformers import Qwen2ForSequenceClassification
 
 from tests.settings import grouped
-from torchrl_mt.objectives import Passes
 from torchrl_mt.objectives.rewards.model import ModelReward
 
 
@@ -73,17 +72,6 @@ def test_own_models_answer_by_row_or_by_token(rows, spread, shape):
         assert torch.equal(ModelReward(Own(shape))(x), expected)
 
 
-def test_modes_gradients_and_random_state_are_left_as_they_were(classifier, rows):
-    classifier.config.attention_dropout = 0.5
-    classifier.train()
-    classifier.model.layers[0].eval()
-    modes = [module.training for module in classifier.modules()]
-    state = torch.get_rng_state()
-    assert not ModelReward(classifier)(rows()).requires_grad
-    assert [module.training for module in classifier.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_models_that_give_no_score_are_refused(classifier, model, rows):
     with pytest.raises(ValueError, match=r"for each of 6 rows.*got shape \(6, 2\)"):
         ModelReward(Own("n2"))(rows())
@@ -92,5 +80,3 @@ def test_models_that_give_no_score_are_refused(classifier, model, rows):
     classifier.config.num_labels = 3
     with pytest.raises(ValueError, match="num_labels=1, got 3"):
         ModelReward(classifier)
-    with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        ModelReward(Own("n"), passes=Passes(micro_batch_size=0))
