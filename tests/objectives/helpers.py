@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import Qwen2ForSequenceClassification
 
 from tests.objectives.conftest import make_model, make_rows
 from tests.scoring.helpers import entries
@@ -16,6 +17,8 @@ from tests.settings import grouped
 from torchrl_mt.objectives import ValueModel, row_log_probs
 
 MASK = ("masks", "all_assistant_mask")
+WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
+"""What is said in games of numbers up to 8."""
 
 
 @torch.no_grad()
@@ -27,6 +30,24 @@ def log_probs(model: nn.Module, rows: TensorDict, **options: Any) -> Tensor:
 def objective_of(losses: TensorDict) -> Tensor:
     """The sum that is minimised."""
     return sum(value for key, value in losses.items() if key.startswith("loss_"))
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradients of a loss by the names of the parameters."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def first_sampled(rows: TensorDict, n: int) -> int:
+    """The place of the first sampled token of a row."""
+    return int(rows[MASK][n].nonzero()[0])
+
+
+def rejecting(rows: TensorDict, *numbers: int) -> TensorDict:
+    """The same rows with the episodes of some rejected, whatever those hold."""
+    rows["valid"] = ~torch.isin(rows["episode"], rows["episode"][list(numbers)])
+    return rows
 
 
 def completed_rows(
@@ -56,6 +77,14 @@ def value_model(model: nn.Module) -> ValueModel:
     return critic
 
 
+def reward_model(model: nn.Module) -> Qwen2ForSequenceClassification:
+    """A classifier with one label and the sizes of a model; the same each time."""
+    torch.manual_seed(3)
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    return Qwen2ForSequenceClassification(config)
+
+
 class TokenCritic(nn.Module):
     """One value per token, of the token alone."""
 
@@ -64,8 +93,24 @@ class TokenCritic(nn.Module):
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(24, 1)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None
+    ) -> Tensor:
         return self.embedding(input_ids)
+
+
+class Spoiled(nn.Module):
+    """A model or critic that gives no number at some tokens, by default from token 5 on."""
+
+    def __init__(self, model: nn.Module, where: Any = None, bad: float = torch.nan) -> None:
+        super().__init__()
+        self.model, self.bad = model, bad
+        self.where = where or (lambda ids: (ids == 5).cummax(-1).values)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        out = getattr(out, "logits", out)
+        return torch.where(self.where(input_ids).unsqueeze(-1), self.bad, out)
 
 
 def refused(

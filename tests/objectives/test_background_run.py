@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from tests.adapters import lora
-from tests.objectives.helpers import log_probs
+from tests.objectives.helpers import WORDS, log_probs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
-
-WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
 
 
 @pytest.mark.slow

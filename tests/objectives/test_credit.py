@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.objectives.conftest import make_model
 from tests.objectives.helpers import TokenCritic, value_model
+from tests.objectives.rewards.test_mix import by_length
 from tests.settings import grouped
 from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
@@ -179,12 +180,6 @@ def test_functions_of_rows_are_not_shown_what_is_no_entry(model, rows, advantage
     expected = ExperienceMaker(model, **options)(batch.clone())
     out = ExperienceMaker(model, **options, process=lambda rows: rows)(batch)
     assert torch.equal(out["advantage"], expected["advantage"])
-
-
-def by_length(rows):
-    return rows["masks", "all_assistant_mask"].sum(-1).float() * (
-        rows["turns", "full"].amax(-1) + 1
-    )
 
 
 @pytest.mark.parametrize("process", [(), "dynamic_sampling"])

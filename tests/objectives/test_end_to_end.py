@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from tests.buffers import buffer_of
 from tests.faulty_server import running
-from tests.objectives.helpers import objective_of
+from tests.objectives.helpers import WORDS, objective_of
 from tests.objectives.rewards.reward_server import RewardServer
 from tests.scoring.helpers import DEVICES
 from tests.tiers import pairs
@@ -33,8 +33,6 @@ from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
-
-WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
 
 
 @pytest.fixture(scope="module")

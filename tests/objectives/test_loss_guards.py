@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torchrl.data import AdaptiveKLController
 
-from tests.objectives.helpers import MASK, TokenCritic, completed_rows, objective_of
+from tests.objectives.helpers import (
+    MASK,
+    Spoiled,
+    TokenCritic,
+    completed_rows,
+    objective_of,
+    value_model,
+)
 from tests.settings import grouped
 from torchrl_mt.objectives import (
     MultiTurnLoss,
@@ -220,28 +226,18 @@ def test_a_norm_divides_every_term(model, batch):
         torch.testing.assert_close(divided[key], plain[key] / 8)
 
 
-class Watched(nn.Module):
-    """A critic that notes what it is called with and in which precision."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(24, 4)
-        self.head = nn.Linear(4, 1)
-        self.calls = []
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None):
-        out = self.head(self.table(input_ids))
-        self.calls.append((position_ids is not None, out.dtype))
-        return out
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_critic_is_run_as_the_actor_is(model, batch, packed, dtype):
-    critic = Watched()
-    loss = MultiTurnLoss(model, critic=critic, passes=Passes(packed=packed, dtype=dtype))
-    loss(batch)
-    assert critic.calls[-1] == (packed, dtype or torch.float32)
+    critic, seen = value_model(model), []
+    critic.backbone.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append("position_ids" in kwargs), with_kwargs=True
+    )
+    product = critic.backbone.layers[0].mlp.down_proj
+    product.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    MultiTurnLoss(model, critic=critic, passes=Passes(packed=packed, dtype=dtype))(batch)
+    assert seen[-2] == packed
+    assert seen[-1] == (dtype or torch.float32)
 
 
 def test_the_pages_example_leads_the_kl_to_its_target(model, batch):
@@ -261,18 +257,10 @@ def test_the_pages_example_leads_the_kl_to_its_target(model, batch):
         assert float(names["controller"].coef) == pytest.approx(expected, rel=1e-5)
 
 
-class Spoiled(nn.Module):
-    """A model whose output is no number after one token."""
-
-    def __init__(self, model, row, token, bad):
-        super().__init__()
-        self.model, self.place, self.bad = model, (row, token), bad
-
-    def forward(self, input_ids, attention_mask):
-        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        out = getattr(out, "logits", out).clone()
-        out[self.place] = self.bad
-        return out
+def at(row, token):
+    """The place of one token, of rows of any tokens."""
+    place = torch.tensor(row), torch.tensor(token)
+    return lambda ids: torch.zeros_like(ids).index_put(place, torch.tensor(1)).bool()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -281,7 +269,7 @@ def test_an_actor_that_gives_no_number_is_named(model, batch, objective, bad):
     mask = batch[MASK]
     row, token = (mask & (torch.arange(12) > 1)).nonzero()[3].tolist()
     # Logits lie one place before the token that they predict.
-    spoiled = Spoiled(model, row, token - 1, bad)
+    spoiled = Spoiled(model, at(row, token - 1), bad)
     loss = MultiTurnLoss(spoiled, objective=objective)
     where = (
         rf"log-probabilities must be finite .*\(row {row}, token {token}\) and 0 more: the model"
@@ -295,7 +283,7 @@ def test_an_actor_that_gives_no_number_is_named(model, batch, objective, bad):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_critic_that_gives_no_number_is_named(model, batch, bad):
     row, token = batch[MASK].nonzero()[3].tolist()
-    loss = MultiTurnLoss(model, critic=Spoiled(TokenCritic(), row, token - 1, bad))
+    loss = MultiTurnLoss(model, critic=Spoiled(TokenCritic(), at(row, token - 1), bad))
     with pytest.raises(ValueError, match=rf"the critic's values must be .*token {token}\)"):
         loss(batch)
 

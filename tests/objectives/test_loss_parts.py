@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.objectives import helpers
@@ -88,19 +87,13 @@ def test_a_total_counts_in_parts_as_in_one_pass(total):
     torch.testing.assert_close(out[0], out[1])
 
 
-class Watched(nn.Module):
-    """A model that notes how many tokens each pass has."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.passes = model, []
-
-    def get_output_embeddings(self):
-        return self.model.get_output_embeddings()
-
-    def forward(self, input_ids, attention_mask=None, **keywords):
-        self.passes.append(input_ids.numel())
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, **keywords)
+def watched():
+    """A model, and the number of tokens of each pass that it makes."""
+    model, passes = make_model(), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return model, passes
 
 
 def most_kept(loss, batch):
@@ -124,33 +117,36 @@ def most_kept(loss, batch):
 
 
 def test_auto_bounds_what_is_kept_and_small_batches_are_one_pass(monkeypatch):
-    actor = Watched(make_model())
-    batch = completed_rows(actor.model, n=16)
+    actor, passes = watched()
+    batch = completed_rows(actor, n=16)
+    passes.clear()
     one_pass = MultiTurnLoss(actor)
     whole, most_of_whole = kept_bytes(lambda: one_pass(batch), [actor]), most_kept(one_pass, batch)
-    assert actor.passes == [16 * 12] * 2
+    assert passes == [16 * 12] * 2
 
     budget = whole // 4
     monkeypatch.setattr("torchrl_mt.objectives.loss.activation_budget", lambda device: budget)
-    loss, actor.passes = MultiTurnLoss(actor), []
+    passes.clear()
+    loss = MultiTurnLoss(actor)
     loss(batch)
-    measured, *parts = actor.passes
+    measured, *parts = passes
     assert measured == 12
     assert 4 <= len(parts) <= 8
-    del actor.passes[:]
+    passes.clear()
     assert most_kept(loss, batch) <= 0.3 * most_of_whole
-    assert actor.passes == parts  # a row is measured once
+    assert passes == parts  # a row is measured once
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": torch.float16}], ids=["without a graph", "float16"]
 )
 def test_one_pass_where_parts_help_nobody(options):
-    actor = Watched(make_model())
-    batch = completed_rows(actor.model)
+    actor, passes = watched()
+    batch = completed_rows(actor)
+    passes.clear()
     with torch.set_grad_enabled(bool(options)):
         out = MultiTurnLoss(actor, **grouped(micro_batch_size=1, **options))(batch)
-    assert len(actor.passes) == 1
+    assert len(passes) == 1
     assert out["loss_objective"].isfinite()
 
 

@@ -7,6 +7,7 @@ import itertools
 import re
 from functools import partial
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.data import AdaptiveKLController
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from tests.objectives import helpers
 from tests.objectives.conftest import make_model, make_rows
 from tests.objectives.helpers import objective_of, value_model
 from tests.rank_processes import needs_gloo, play, take_part
+from tests.scoring.helpers import tiny
 from tests.settings import grouped
 from torchrl_mt.objectives import (
     ExperienceMaker,
@@ -239,11 +241,7 @@ def own_head(model):
 
 
 def make_gemma():
-    torch.manual_seed(4)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
-    config = Gemma2Config(vocab_size=24, initializer_range=0.5, **sizes, **heads)
-    return Gemma2ForCausalLM(config).eval()
+    return tiny("Gemma2", 4, head_dim=8, initializer_range=0.5, final_logit_softcapping=2.0)
 
 
 class Doubled(Qwen2ForCausalLM):
@@ -275,36 +273,33 @@ HEADS = {
 """Models, how they are divided, and whether they need whole logits."""
 
 
+def whole_logits_counted():
+    return patch.object(output_head, "whole_logits", wraps=output_head.whole_logits)
+
+
 def head_errors(rank):
     """The distance of the gradient over two steps, and passes with whole logits on this rank."""
-    rows, found, passes = completed_rows(), {}, []
-    whole_logits = output_head.whole_logits
-
-    def counted(*args):
-        passes.append(args)
-        return whole_logits(*args)
-
+    rows, found = completed_rows(), {}
     for name, (build, divide, _) in HEADS.items():
         torch.manual_seed(7)
         plain = build()
         divided = divide(copy.deepcopy(plain))
         mine = parts_of(rows, "rank without rows")[rank]
-        errors = []
-        passes.clear()
+        errors, passes = [], 0
         for _ in range(2):
             one = MultiTurnLoss(plain, entropy_coef=0.1)
             one.zero_grad()
             objective_of(one(rows)).backward()
-            output_head.whole_logits = counted
             many = MultiTurnLoss(divided, entropy_coef=0.1)
             many.zero_grad()
             total = many.total(mine, process_group=distributed.group.WORLD)
-            (2 * objective_of(many(mine, total=total))).backward()
-            output_head.whole_logits = whole_logits
+            with whole_logits_counted() as counted:
+                (2 * objective_of(many(mine, total=total))).backward()
+            passes += counted.call_count
             for model in (plain, divided):
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
             errors.append(distance(gradients(divided), gradients(plain)))
-        found[name] = max(errors), len(passes)
+        found[name] = max(errors), passes
     return found
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from tests.objectives.conftest import make_model, make_rows
+from tests.objectives.helpers import gradients
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 
 READ = ("tokens", "masks", "group")
@@ -38,12 +39,6 @@ def reference(model, rows):
                 total = total + weights[n, place] * cross_entropy(logits[k - 1], tokens[k])
                 number += 1
     return total / max(number, 1)
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 @given(seed=st.integers(0, 999), suffix=st.booleans(), packed=st.booleans())

@@ -1,21 +1,16 @@
 """Reward models: the score at the last attended token, wherever padding lies and whatever fills it."""
 
-import copy
-
 import pytest
 import torch
-from transformers import Qwen2ForSequenceClassification
 
+from tests.objectives.helpers import reward_model
 from tests.settings import grouped
 from torchrl_mt.objectives.rewards.model import ModelReward
 
 
 @pytest.fixture
 def classifier(model):
-    torch.manual_seed(3)
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    return Qwen2ForSequenceClassification(config).eval()
+    return reward_model(model).eval()
 
 
 def alone(classifier, batch):

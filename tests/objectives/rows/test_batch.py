@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import AdaptiveKLController
 
-from tests.objectives.helpers import TokenCritic, refused
+from tests.objectives.helpers import Spoiled, TokenCritic, first_sampled, refused, rejecting
 from tests.settings import grouped
 from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes, RewardMix
 from torchrl_mt.objectives.rows.batch import read_batch
@@ -143,36 +143,12 @@ def test_the_copy_shares_tensors_and_shows_the_usual_keys(rows):
     assert isinstance(batch["group"], TensorDict)
 
 
-def rejecting(batch, n=2):
-    batch["valid"] = batch["episode"] != batch["episode"][n]
-    return batch
-
-
-def first_sampled(batch, n):
-    return int(batch["masks", "all_assistant_mask"][n].nonzero()[0])
-
-
-class Spoiled(torch.nn.Module):
-    """A model or a critic that gives no number after token 5."""
-
-    def __init__(self, model=None, value=float("nan")):
-        super().__init__()
-        self.model, self.value = model, value
-
-    def forward(self, input_ids, attention_mask):
-        bad = (input_ids == 5).cummax(-1).values
-        if self.model is None:
-            return torch.where(bad, self.value, input_ids.float())
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-        return torch.where(bad.unsqueeze(-1), self.value, logits)
-
-
 @pytest.mark.parametrize("advantage", ["gae", "turn_gae", "bilevel_gae", "grpo", "turn"])
 @pytest.mark.parametrize("old_log_probs", ["actor", "sampler"])
 def test_what_is_written_to_rejected_rows_is_finite(
     model, other_model, rows, advantage, old_log_probs
 ):
-    batch = rejecting(rows(n=9))
+    batch = rejecting(rows(n=9), 2)
     kept, mask = batch["valid"], batch["masks", "all_assistant_mask"]
     tokens = batch["tokens", "full"]
     tokens[tokens == 5] = 6
@@ -188,14 +164,17 @@ def test_what_is_written_to_rejected_rows_is_finite(
         "with_entropy": True,
     }
     maker = ExperienceMaker(
-        Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **grouped(**options)
+        Spoiled(model),
+        ref=Spoiled(other_model),
+        critic=Spoiled(TokenCritic()),
+        **grouped(**options),
     )
     out = maker(batch)
     sound = rows(n=9)[kept].clone()
     sound["tokens", "full"] = tokens[kept]
-    expected = ExperienceMaker(model, ref=other_model, critic=Spoiled(), **grouped(**options))(
-        sound
-    )
+    expected = ExperienceMaker(
+        model, ref=other_model, critic=Spoiled(TokenCritic()), **grouped(**options)
+    )(sound)
     for key in maker.out_keys:
         assert out[key].isfinite().all(), key
         assert not out[key][~mask].any(), key
@@ -206,7 +185,7 @@ def test_what_is_written_to_rejected_rows_is_finite(
 
 
 def test_finite_log_probs_of_rejected_rows_stay(model, rows):
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     t = first_sampled(batch, 2)
     batch["log_probs", "full"][2, t] = float("-inf")
     out = ExperienceMaker(model)(batch)["log_probs", "old"]
@@ -216,7 +195,7 @@ def test_finite_log_probs_of_rejected_rows_stay(model, rows):
 
 
 def test_given_returns_of_rejected_rows_are_none(model, rows):
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     mask = batch["masks", "all_assistant_mask"]
     batch["rewards", "to_go"] = torch.where(mask, 3.0, 0.0)
     out = ExperienceMaker(model, advantage="turn")(batch)["returns"]
@@ -406,7 +385,7 @@ def test_scores_add_up_in_double_precision(model, rows):
 
 def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, rows):
     """On a rejected row: not the difference to the 0 that is written for the reference."""
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     batch["tokens", "full"][batch["tokens", "full"] == 5] = 6
     batch["tokens", "full"][2, 0] = 5
     out = ExperienceMaker(model, ref=Spoiled(other_model))(batch)
