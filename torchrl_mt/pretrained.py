@@ -22,7 +22,7 @@ from transformers import (
 from torchrl_mt._hosts.peft import is_peft_model
 from torchrl_mt.checks import check_positive_finite
 from torchrl_mt.scoring.forward import run_model, scoring_mode
-from torchrl_mt.scoring.token_log_probs import token_log_probs
+from torchrl_mt.scoring.token_log_probs import log_probs_at
 
 __all__ = ["Pretrained", "learning_rate", "load"]
 
@@ -82,8 +82,9 @@ class Pretrained:
                 output = run_model(
                     self.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 )
-                targets = ids[:, 1:].to(output.logits.device)
-                nll -= float(token_log_probs(output.logits[:, :-1], targets).sum())
+                targets = ids[0, 1:].to(output.logits.device)
+                places = torch.arange(len(targets), device=targets.device)
+                nll -= float(log_probs_at(output.logits[0], places, targets)[0].sum())
                 count += targets.numel()
         return nll / count
 

@@ -9,28 +9,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from tests.scoring.helpers import tiny
 
 VOCABULARY = 24
 
 
 def make_model(seed: int = 0, **options) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    defaults = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.5,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = Qwen2Config(**defaults | options)
-    return Qwen2ForCausalLM(config).eval()
+    return tiny(
+        "Qwen2", seed, **{"max_position_embeddings": 256, "initializer_range": 0.5} | options
+    )
 
 
 @pytest.fixture(name="make_model")

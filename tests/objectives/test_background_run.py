@@ -6,19 +6,12 @@ import pytest
 import torch
 
 from tests.adapters import lora
+from tests.objectives.helpers import WORDS, log_probs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
-from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss, row_log_probs
+from torchrl_mt.objectives import ExperienceMaker, ExperiencePipeline, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
-
-WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
-
-
-def scores(model, rows):
-    masks = rows["masks"]
-    given = rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
-    return row_log_probs(model, *given)[0].detach()
 
 
 @pytest.mark.slow
@@ -59,7 +52,7 @@ def test_a_run_is_exact_in_its_versions(max_staleness):
             scored_by = int(rows["versions", "scored"][0])
             assert version() - scored_by == maker.metrics["staleness/scored"] <= 1
             assert int(made_by[sampled].min()) >= scored_by - (2 if max_staleness else 1)
-            of = {v: scores(a, rows) for v, a in actors.items()}
+            of = {v: log_probs(a, rows) for v, a in actors.items()}
             torch.testing.assert_close(rows["log_probs", "old"], of[scored_by], rtol=0, atol=1e-6)
             for v in made_by[sampled].unique().tolist():
                 at = sampled & (made_by == v)

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from tests.objectives.conftest import make_model
+from tests.objectives.helpers import TokenCritic, value_model
+from tests.objectives.rewards.test_mix import by_length
 from tests.settings import grouped
-from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes, ValueModel
+from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS, CRITIC_KINDS, GROUP_KINDS
 from torchrl_mt.objectives.functional import (
     bilevel_gae,
@@ -28,19 +30,8 @@ from torchrl_mt.objectives.functional.time.episodes import index_episodes
 from torchrl_mt.scoring.log_probs import row_scores
 
 
-class Critic(nn.Module):
-    """A value that is a number for each token."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.randn(24, generator=torch.Generator().manual_seed(3)))
-
-    def forward(self, input_ids, attention_mask):
-        return self.table[input_ids]
-
-
 def make(model, kind, **options):
-    critic = Critic() if kind in CRITIC_KINDS else None
+    critic = TokenCritic() if kind in CRITIC_KINDS else None
     return ExperienceMaker(model, **grouped(critic=critic, advantage=kind, **options))
 
 
@@ -101,18 +92,6 @@ def test_rejected_rows_enter_no_statistic(model, rows, kind, whiten):
     torch.testing.assert_close(out["advantage"][kept], alone["advantage"], atol=1e-4, rtol=1e-4)
 
 
-def test_an_episode_is_rejected_whole(model, rows):
-    batch = rows()
-    assert batch["episode"][0] == batch["episode"][1]
-    batch["valid"] = torch.arange(len(batch)) != 1
-    with pytest.raises(ValueError, match="'valid' must be the same on all rows of an episode"):
-        ExperienceMaker(model)(batch)
-    batch["valid"] = torch.ones(len(batch), 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"):
-        ExperienceMaker(model)(batch)
-    assert "advantage" not in batch
-
-
 @pytest.mark.parametrize("kind", CRITIC_KINDS)
 def test_the_critics_targets_may_have_a_decay_of_their_own(model, rows, kind):
     options = {"gamma": 0.9, "lmbda": 0.8, "turn_lmbda": 0.6}
@@ -127,8 +106,7 @@ def test_the_critics_targets_may_have_a_decay_of_their_own(model, rows, kind):
 @pytest.mark.parametrize("kind", CRITIC_KINDS)
 @pytest.mark.parametrize("passes", [None, Passes(packed=True), Passes(packed="tree")], ids=str)
 def test_what_would_have_come_after_a_truncated_episode_counts(model, rows, kind, passes):
-    critic = ValueModel.from_model(make_model(1))
-    torch.nn.init.normal_(critic.head.weight)
+    critic = value_model(make_model(1))
     options = {"gamma": 0.9, "critic": critic, "passes": passes}
     decays = {"lmbda": 0.8, "turn_gamma": 0.7, "turn_lmbda": 0.6}
     batch = rows(n=12, suffix_padding=False)
@@ -198,16 +176,10 @@ def test_each_token_has_the_actors_optimal_baseline(model, rows, old_log_probs, 
 def test_functions_of_rows_are_not_shown_what_is_no_entry(model, rows, advantage):
     batch = rows(n=12)
     batch["next", "truncated"] = torch.ones(12, 1, dtype=torch.bool)
-    options = {"critic": Critic(), "advantage": advantage}
+    options = {"critic": TokenCritic(), "advantage": advantage}
     expected = ExperienceMaker(model, **options)(batch.clone())
     out = ExperienceMaker(model, **options, process=lambda rows: rows)(batch)
     assert torch.equal(out["advantage"], expected["advantage"])
-
-
-def by_length(rows):
-    return rows["masks", "all_assistant_mask"].sum(-1).float() * (
-        rows["turns", "full"].amax(-1) + 1
-    )
 
 
 @pytest.mark.parametrize("process", [(), "dynamic_sampling"])

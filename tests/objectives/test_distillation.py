@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.objectives.conftest import make_model, make_rows
-from tests.scoring.helpers import close, tiny
+from tests.scoring.helpers import close, entries, tiny
 from torchrl_mt.objectives import Distillation, ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.scoring.distillation import top_divergence
 from torchrl_mt.scoring.log_probs import row_scores
@@ -66,13 +66,11 @@ def test_a_few_tokens_and_the_rest_diverge_less_than_all(seed, kind, scale):
 @pytest.mark.parametrize("packed", [False, True, "tree"])
 def test_the_divergence_is_that_of_whole_distributions(kind, packed):
     actor, teacher, rows = make_model(), make_model(1), make_rows()
-    masks = rows["masks"]
-    inputs = rows["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
     expected = reference(actor, teacher, rows, kind)
     for full_logits in (False, True):
         *_, got, _ = row_scores(
             actor,
-            *inputs,
+            *entries(rows),
             passes=Passes(packed=packed),
             full_logits=full_logits,
             distillation=Distillation(teacher, kind, top_k=1000),

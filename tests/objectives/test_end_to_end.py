@@ -2,18 +2,20 @@
 
 import copy
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.faulty_server import running
+from tests.objectives.helpers import WORDS, objective_of
 from tests.objectives.rewards.reward_server import RewardServer
 from tests.scoring.helpers import DEVICES
 from tests.tiers import pairs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import (
@@ -26,13 +28,11 @@ from torchrl_mt.objectives import (
 )
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import geometric
+from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
-
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
-WORDS = ["guess", "to", "higher", "lower", "correct", "invalid", *map(str, range(1, 9))]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def train(loss, rows):
     out = loss(rows)
     assert set(out.keys()) == set(loss.out_keys)
     assert all(value.isfinite() for value in out.values())
-    sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+    objective_of(out).backward()
     for name, p in loss.named_parameters():
         assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
@@ -153,7 +153,7 @@ def experience(chat, games) -> TensorDict:
     return maker(games.clone())
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_and_aggregation_trains(experience, actor, objective, aggregation):
     correction = ["icepop", "token_tis"]
@@ -191,10 +191,9 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
         {"number": n, "label": "hard" if n % 2 else "easy", "reference": {"answer": n}}
         for n in (1, 2, 3, 4)
     ]
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(replacement=False),
+    buffer = buffer_of(
+        100,
+        EpisodeSampler(replacement=False),
         transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
         batch_size=4,
     )

@@ -4,11 +4,20 @@ import copy
 
 import pytest
 import torch
+from tensordict import NonTensorStack
 from torch import nn
 from torchrl.data import AdaptiveKLController, ConstantKLController
 from torchrl.modules.llm import TransformersWrapper
-from transformers import Qwen2ForSequenceClassification
 
+from tests.objectives.helpers import (
+    MASK,
+    TokenCritic,
+    first_sampled,
+    log_probs,
+    refused,
+    rejecting,
+    reward_model,
+)
 from tests.settings import grouped
 from torchrl_mt.objectives import (
     Advantage,
@@ -16,13 +25,11 @@ from torchrl_mt.objectives import (
     MultiTurnLoss,
     Passes,
     RewardMix,
-    row_log_probs,
 )
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
 from torchrl_mt.objectives.kl import update_kl_coefficient
 from torchrl_mt.scoring.log_probs import scored_tokens
-from torchrl_mt.scoring.values import row_values
 
 
 def scored(rows):
@@ -30,34 +37,6 @@ def scored(rows):
 
 
 SOURCES = [("episode", 1.0), (scored, 0.5)]
-
-
-class Critic(torch.nn.Module):
-    """A value that depends on all tokens so far, of a row or of each packed row."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(0.01))
-        self.dropout = torch.nn.Dropout(0.5)
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None):
-        so_far = input_ids.cumsum(-1)
-        if position_ids is not None:
-            begins = torch.where(position_ids == 0, torch.arange(input_ids.shape[1]), 0)
-            begins = begins.cummax(-1).values
-            so_far = so_far - (so_far - input_ids).gather(-1, begins)
-        return self.dropout(so_far * self.scale).unsqueeze(-1)
-
-
-def score(model, rows):
-    masks = rows["masks"]
-    with torch.no_grad():
-        return row_log_probs(
-            model,
-            rows["tokens", "full"],
-            masks["all_attention_mask"],
-            masks["all_assistant_mask"],
-        )[0]
 
 
 def test_entries_have_the_promised_shapes_and_types(model, other_model, rows):
@@ -71,7 +50,7 @@ def test_entries_have_the_promised_shapes_and_types(model, other_model, rows):
         assert out[key].shape == (n, s)
         assert out[key].dtype is torch.float32
         assert not out[key].requires_grad
-        assert not out[key][~batch["masks", "all_assistant_mask"]].any()
+        assert not out[key][~batch[MASK]].any()
     assert out["advantage"].shape == (n, s, 1)
     assert out["advantage"].dtype is torch.float32
 
@@ -81,17 +60,15 @@ def test_old_log_probs_come_from_who_was_asked(model, rows):
     assert torch.equal(sampler["log_probs", "old"], rows()["log_probs", "full"])
     batch = rows()
     actor = ExperienceMaker(model, old_log_probs="actor")(batch)
-    torch.testing.assert_close(actor["log_probs", "old"], score(model, batch))
+    torch.testing.assert_close(actor["log_probs", "old"], log_probs(model, batch))
 
 
 def everything(model, other_model, **options):
-    torch.manual_seed(5)
-    judge = Qwen2ForSequenceClassification(reward_config(model))
     return ExperienceMaker(
         model,
         ref=other_model,
-        critic=Critic(),
-        reward=[("episode", 1.0), (judge, 0.5)],
+        critic=TokenCritic(),
+        reward=[("episode", 1.0), (reward_model(model), 0.5)],
         old_log_probs="actor",
         kl_coef=0.1,
         **grouped(with_entropy=True, advantage="gae", **options),
@@ -108,12 +85,6 @@ def test_torchrls_wrappers_are_models_too(model, other_model, rows, tokenizer):
     out = ExperienceMaker(actor, ref=ref, **options)(rows())
     for key in expected.keys(True, True):
         torch.testing.assert_close(out[key], expected[key])
-
-
-def reward_config(model):
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    return config
 
 
 @pytest.mark.parametrize(
@@ -148,7 +119,7 @@ def test_dropout_is_off_and_everything_is_restored(other_model, rows, make_model
     for key in maker.out_keys:
         assert not out[key].requires_grad
         assert torch.equal(out[key], again[key])
-    torch.testing.assert_close(out["log_probs", "old"], score(model.eval(), batch))
+    torch.testing.assert_close(out["log_probs", "old"], log_probs(model.eval(), batch))
 
 
 def test_mixed_precision_is_close_and_answers_in_float32(model, other_model, rows):
@@ -158,56 +129,6 @@ def test_mixed_precision_is_close_and_answers_in_float32(model, other_model, row
         assert mixed[key].dtype is torch.float32
         torch.testing.assert_close(mixed[key], exact[key], atol=0.3, rtol=0.1)
     assert not torch.equal(mixed["log_probs", "old"], exact["log_probs", "old"])
-
-
-def outcomes(batch, gamma):
-    """Discounted return of each episode from its first turn, in a loop."""
-    earned = {}
-    for n in range(len(batch)):
-        for t in batch["masks", "all_assistant_mask"][n].nonzero().flatten().tolist():
-            turns = earned.setdefault(int(batch["episode"][n]), {})
-            turn = int(batch["turns", "full"][n, t])
-            turns[turn] = turns.get(turn, 0.0) + float(batch["rewards", "full"][n, t])
-    return {
-        e: {t: sum(gamma ** (u - t) * r for u, r in turns.items() if u >= t) for t in turns}
-        for e, turns in earned.items()
-    }
-
-
-@pytest.mark.parametrize("gamma", [0.9, 1.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_outcome_advantage_counts_each_episode_once(model, rows, gamma, seed):
-    batch = rows(seed, n=12)
-    out = ExperienceMaker(model, advantage="dr_grpo", gamma=gamma)(batch)
-    returns = outcomes(batch, gamma)
-    first = {e: turns[min(turns)] for e, turns in returns.items()}
-    group_of = dict(zip(batch["episode"].tolist(), batch["group"].tolist(), strict=True))
-    for n, t in batch["masks", "all_assistant_mask"].nonzero().tolist():
-        e, turn = int(batch["episode"][n]), int(batch["turns", "full"][n, t])
-        peers = [first[f] for f in first if group_of[f] == group_of[e]]
-        expected = first[e] - sum(peers) / len(peers)
-        assert float(out["advantage"][n, t, 0]) == pytest.approx(expected, abs=1e-4)
-        assert float(out["returns"][n, t]) == pytest.approx(returns[e][turn], abs=1e-4)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_turn_advantage_compares_turns_of_one_id_and_has_one_divisor(model, rows, seed):
-    batch = rows(seed, n=12)
-    out = ExperienceMaker(model, advantage="turn", gamma=0.9)(batch)
-    returns = outcomes(batch, 0.9)
-    peers: dict[int, list[float]] = {}
-    for turns in returns.values():
-        for turn, value in turns.items():
-            peers.setdefault(turn, []).append(value)
-    mean = {turn: sum(values) / len(values) for turn, values in peers.items()}
-    spread = [
-        value - mean[turn] for turn, values in peers.items() if len(values) > 1 for value in values
-    ]
-    std = float(torch.tensor(spread).double().std())
-    for n, t in batch["masks", "all_assistant_mask"].nonzero().tolist():
-        e, turn = int(batch["episode"][n]), int(batch["turns", "full"][n, t])
-        expected = (returns[e][turn] - mean[turn]) / (std + 1e-6)
-        assert float(out["advantage"][n, t, 0]) == pytest.approx(expected, abs=1e-3)
 
 
 def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
@@ -229,7 +150,7 @@ def test_making_experience_twice_is_making_it_once(
     if given_returns:
         given = torch.randn(batch["rewards", "full"].shape)
         batch["rewards", "to_go"] = given
-    options = {"ref": other_model, "critic": Critic(), "gamma": 0.9}
+    options = {"ref": other_model, "critic": TokenCritic(), "gamma": 0.9}
     options["kl_coef"] = 0.0 if advantage == "gdpo" else 0.1
     maker = ExperienceMaker(model, advantage=advantage, **options)
     once = maker(batch).clone()
@@ -241,30 +162,36 @@ def test_making_experience_twice_is_making_it_once(
         torch.testing.assert_close(twice[key], once[key])
 
 
-@pytest.mark.parametrize("advantage", ["dr_grpo", "turn"])
+@pytest.mark.parametrize("advantage", ["dr_grpo", "turn", "gae"])
 @pytest.mark.parametrize("given_returns", [False, True])
-def test_kl_penalty_is_a_reward_on_each_token(model, other_model, rows, advantage, given_returns):
+@pytest.mark.parametrize("kl_kind", ["k1", "k3"])
+def test_kl_penalty_is_a_reward_on_each_token(
+    model, other_model, rows, advantage, given_returns, kl_kind
+):
+    options = {"advantage": advantage, "gamma": 0.9, "critic": TokenCritic()}
     batch = rows()
     if given_returns:
         plain = ExperienceMaker(model, advantage="turn", gamma=0.9)(rows())
         batch["rewards", "to_go"] = plain["returns"].clone()
-    penalised = ExperienceMaker(
-        model, ref=other_model, advantage=advantage, gamma=0.9, kl_coef=0.1
-    )(batch)
-    old, ref = batch["log_probs", "full"], score(other_model, batch)
+    maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1, kl_kind=kl_kind, **options)
+    penalised = maker(batch)
+    old, ref = batch["log_probs", "full"], log_probs(other_model, batch)
     by_hand = rows()
-    mask = by_hand["masks", "all_assistant_mask"]
-    by_hand["rewards", "full"] -= 0.1 * torch.where(mask, old - ref, 0.0)
-    expected = ExperienceMaker(model, advantage=advantage, gamma=0.9)(by_hand)
-    for key in ("advantage", "returns"):
+    mask = by_hand[MASK]
+    kl = torch.where(mask, kl_estimate(old, ref, kl_kind), 0.0)
+    by_hand["rewards", "full"] -= 0.1 * kl
+    expected = ExperienceMaker(model, **options)(by_hand)
+    for key in ("advantage", "returns", "values"):
         torch.testing.assert_close(penalised[key], expected[key], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(penalised["kl"], torch.where(mask, kl_estimate(old, ref, "k1"), 0.0))
+    torch.testing.assert_close(penalised["kl"], kl, atol=1e-5, rtol=1e-4)
+    assert maker.metrics["kl/mean"] == pytest.approx(float(kl[mask].mean()), abs=1e-4)
+    assert maker.metrics["kl_coef"] == 0.1
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_rows_may_come_in_any_order(model, rows, advantage):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    maker = ExperienceMaker(model, critic=Critic(), reward=SOURCES, advantage=advantage)
+    maker = ExperienceMaker(model, critic=TokenCritic(), reward=SOURCES, advantage=advantage)
     out, permuted = maker(rows(n=12)), maker(rows(n=12)[order].clone())
     torch.testing.assert_close(permuted["advantage"], out["advantage"][order])
 
@@ -274,7 +201,7 @@ def test_padding_anywhere_changes_nothing(model, other_model, rows, spread, adva
     maker = ExperienceMaker(
         model,
         ref=other_model,
-        critic=Critic(),
+        critic=TokenCritic(),
         reward=SOURCES,
         kl_coef=0.0 if advantage == "gdpo" else 0.1,
         advantage=advantage,
@@ -294,7 +221,7 @@ def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
     batch["episode_index"] = batch["episode"] + 100 * (torch.arange(12) >= 6)
     renamed = torch.cat([rows(), rows()])
     renamed["episode"] = batch["episode_index"]
-    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage, gamma=0.9)
+    maker = ExperienceMaker(model, critic=TokenCritic(), advantage=advantage, gamma=0.9)
     got, expected = maker(batch), maker(renamed)
     torch.testing.assert_close(got["returns"], expected["returns"])
     torch.testing.assert_close(got["advantage"], expected["advantage"])
@@ -307,49 +234,23 @@ def test_rows_that_cannot_be_told_apart_are_refused(model, rows):
         (torch.arange(6) % 3 == 1).long(),
     )
     twice = torch.cat([batch, batch])
-    keys = set(twice.keys(True))
-    with pytest.raises(ValueError, match=r"fork 0 of episode 0 .* more than once"):
-        ExperienceMaker(model)(twice)
-    assert set(twice.keys(True)) == keys
+    refused(ExperienceMaker(model), twice, r"fork 0 of episode 0 .* more than once")
     twice["episode_index"][6:] += 100
     expected = ExperienceMaker(model, advantage="turn", gamma=0.9)(batch)["returns"]
     got = ExperienceMaker(model, advantage="turn", gamma=0.9)(twice)["returns"]
     torch.testing.assert_close(got, torch.cat([expected, expected]))
 
 
-def test_a_token_that_nothing_predicts_has_no_kl(model, other_model, rows, spread):
-    batch = rows()
-    batch["masks", "all_assistant_mask"][:, 0] = True
-    batch["log_probs", "full"][:, 0] = -5.0
-    maker = ExperienceMaker(model, ref=other_model, kl_coef=0.1)
-    wide = spread(batch)
-    out, wide_out = maker(batch), maker(wide)
-    assert not out["kl"][:, 0].any()
-    assert out["kl"][:, 1:].any()
-    for key in ("kl", "returns", "advantage"):
-        got = wide_out[key][wide["masks", "all_assistant_mask"]]
-        expected = out[key][batch["masks", "all_assistant_mask"]]
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
 def test_rows_of_which_nothing_was_sampled_are_finite(model, other_model, rows, advantage):
     batch = rows()
-    mask = batch["masks", "all_assistant_mask"]
+    mask = batch[MASK]
     mask[:-1] = False
     mask[-1, 1:3] = True
-    out = ExperienceMaker(model, ref=other_model, critic=Critic(), advantage=advantage)(batch)
+    out = ExperienceMaker(model, ref=other_model, critic=TokenCritic(), advantage=advantage)(batch)
     for key in ("advantage", "kl", "returns", "values", ("log_probs", "ref")):
         assert out[key].isfinite().all()
         assert not out[key][:-1].any()
-
-
-def test_nothing_sampled_at_all_is_refused(model, rows):
-    batch = rows()
-    batch["masks", "all_assistant_mask"].zero_()
-    with pytest.raises(ValueError, match="no token of these 6 rows was sampled"):
-        ExperienceMaker(model)(batch)
-    assert "advantage" not in batch
 
 
 def test_a_callable_sees_everything_else(model, other_model, rows):
@@ -366,45 +267,6 @@ def test_a_callable_sees_everything_else(model, other_model, rows):
     assert {"kl", "returns"} <= set(seen)
 
 
-@pytest.mark.parametrize("kl_kind", ["k1", "k3"])
-def test_gae_of_shaped_rewards_is_the_plain_recursion(model, other_model, rows, kl_kind):
-    batch = rows(n=9)
-    maker = ExperienceMaker(
-        model,
-        ref=other_model,
-        critic=Critic(),
-        reward=SOURCES,
-        gamma=0.9,
-        advantage=Advantage("gae", lmbda=0.8),
-        kl_coef=0.3,
-        kl_kind=kl_kind,
-    )
-    out = maker(batch)
-    mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    old, ref = batch["log_probs", "full"].double(), score(other_model, batch).double()
-    d = ref - old
-    kl = torch.where(mask, -d if kl_kind == "k1" else d.exp() - 1 - d, 0.0)
-    value = (batch["tokens", "full"].double().cumsum(-1) * 0.01).roll(1, -1)
-    reward = torch.where(mask, batch["rewards", "full"], 0.0).double() - 0.3 * kl
-    for e in set(batch["episode"].tolist()):
-        places = [(n, t) for n, t in mask.nonzero().tolist() if int(batch["episode"][n]) == e]
-        places.sort(key=lambda place: (int(turns[place]), place[1]))
-        after = next_value = 0.0
-        for k, place in enumerate(reversed(places)):
-            earned = float(reward[place]) + (0.5 * float(scored(batch)[place[0]]) if k == 0 else 0)
-            v = float(value[place])
-            after = earned + 0.9 * next_value - v + 0.9 * 0.8 * after
-            next_value = v
-            assert float(out["advantage"][(*place, 0)]) == pytest.approx(after, abs=1e-3)
-            assert float(out["returns"][place]) == pytest.approx(after + v, abs=1e-3)
-            assert float(out["values"][place]) == pytest.approx(v, abs=1e-4)
-    torch.testing.assert_close(out["kl"].double(), kl, atol=1e-4, rtol=1e-4)
-    assert not out["values"][~mask].any()
-    assert maker.metrics["kl/mean"] == pytest.approx(float(kl[mask].mean()), abs=1e-4)
-    assert maker.metrics["kl_coef"] == 0.3
-    assert maker.metrics["reward/default/scored/count"] == 6
-
-
 @pytest.mark.parametrize("advantage", ["dr_grpo", "gae", "turn_gae"])
 def test_an_outcome_reaches_the_earlier_rows_of_its_episode(model, rows, advantage):
     batch = rows(n=3)
@@ -417,7 +279,7 @@ def test_an_outcome_reaches_the_earlier_rows_of_its_episode(model, rows, advanta
     earned = scored(batch)
     # The episode of rows 0 and 1 ends in row 1, whose score alone is the episode's.
     for n, score_of in [(0, earned[1]), (1, earned[1]), (2, earned[2])]:
-        returns = out["returns"][n][batch["masks", "all_assistant_mask"][n]]
+        returns = out["returns"][n][batch[MASK][n]]
         torch.testing.assert_close(returns, score_of.expand_as(returns))
 
 
@@ -447,28 +309,20 @@ def test_rewards_are_normalised_by_all_batches_so_far(model, rows):
     )
     batches = [rows(seed, suffix_padding=False) for seed in range(3)]
     # Equal rewards first: nothing to divide by.
-    batches[0]["rewards", "full"] = torch.where(batches[0]["masks", "all_assistant_mask"], 0.1, 0.0)
-    seen = []
+    batches[0]["rewards", "full"] = torch.where(batches[0][MASK], 0.1, 0.0)
+    given = []
+    normalizer.register_forward_pre_hook(lambda _, args: given.append(args))
     for batch in batches:
-        mask = batch["masks", "all_assistant_mask"]
-        before = torch.where(mask, batch["rewards", "full"], 0.0)
         after = maker(batch)["rewards", "shaped"]
-        ends = {}
-        for n, t in mask.nonzero().tolist():
-            place = (int(batch["turns", "full"][n, t]), n, t)
-            ends[int(batch["episode"][n])] = max(ends.get(int(batch["episode"][n]), place), place)
-        lies = mask & (before != 0)
-        for _, n, t in ends.values():
-            lies[n, t] = True
-        seen.append(before[lies].double())
-        everything = torch.cat(seen)
+        before, lies = given[-1]
+        everything = torch.cat([reward[mask].double() for reward, mask in given])
         expected = torch.zeros(before.shape, dtype=torch.float64)
         if everything.min() < everything.max():
             expected = (before.double() - everything.mean()) / everything.std()
         expected = torch.where(lies, expected.clamp(-1.5, 1.5), 0.0)
         torch.testing.assert_close(after.double(), expected, atol=1e-4, rtol=1e-4)
     assert "reward.transform.mean" in maker.state_dict()
-    assert int(normalizer.count) == len(torch.cat(seen))
+    assert int(normalizer.count) == len(everything)
 
 
 def test_running_statistics_do_not_count_a_batch_that_could_not_be_scored(model, rows):
@@ -487,31 +341,6 @@ def test_running_statistics_do_not_count_a_batch_that_could_not_be_scored(model,
             rows()
         )
     assert not seen
-
-
-def test_whitened_advantages_have_mean_0_and_standard_deviation_1(model, rows):
-    maker = ExperienceMaker(model, critic=Critic(), advantage=Advantage("gae", whiten=True))
-    batch = maker(rows())
-    advantage = batch["advantage"].squeeze(-1)[batch["masks", "all_assistant_mask"]]
-    assert float(advantage.mean()) == pytest.approx(0, abs=1e-5)
-    assert float(advantage.std()) == pytest.approx(1, abs=1e-4)
-
-
-def test_values_are_of_the_state_before_each_token(rows, spread):
-    batch, critic = rows(), Critic().eval()
-    wide = spread(batch)
-    for x in (batch, wide):
-        masks = x["masks"]
-        x["v"] = row_values(
-            critic, x["tokens", "full"], masks["all_attention_mask"], masks["all_assistant_mask"]
-        )
-    mask, wide_mask = (x["masks", "all_assistant_mask"] for x in (batch, wide))
-    torch.testing.assert_close(wide["v"][wide_mask], batch["v"][mask])
-    changed = batch["tokens", "full"].clone()
-    n, t = mask.nonzero()[0].tolist()
-    changed[n, t] += 1
-    value = row_values(critic, changed, batch["masks", "all_attention_mask"], mask)
-    assert torch.equal(value[n, : t + 1], batch["v"][n, : t + 1])
 
 
 def test_controllers_are_told_each_batch_once_and_hold_for_the_next(model, other_model, rows):
@@ -534,32 +363,11 @@ def test_controllers_are_told_each_batch_once_and_hold_for_the_next(model, other
     assert torch.equal(constant(rows())["advantage"], expected["advantage"])
 
 
-def test_keys_may_be_set(model, other_model, rows):
-    usual = everything(model, other_model)(rows())
-    maker = everything(model, other_model)
-    names = {
-        "action": "ids",
-        "attention_mask": ("m", "attended"),
-        "assistant_mask": ("m", "sampled"),
-        "turns": "turn",
-        "reward": "r",
-        "episode": "trajectory",
-        "advantage": "adv",
-        "value_target": ("v", "target"),
-        "kl": "divergence",
-    }
-    default = {name: getattr(maker.tensor_keys, name) for name in names}
-    maker.set_keys(**names)
-    batch = rows()
-    for name in ["action", "attention_mask", "assistant_mask", "turns", "reward", "episode"]:
-        batch.rename_key_(default[name], names[name])
+def test_keys_may_be_set(model):
+    maker = ExperienceMaker(model)
+    maker.set_keys(action="ids", advantage="adv")
     assert "ids" in maker.in_keys
     assert "adv" in maker.out_keys
-    out = maker(batch)
-    assert all(key in out.keys(True) for key in maker.in_keys + maker.out_keys)
-    for name in ["advantage", "value_target", "kl"]:
-        torch.testing.assert_close(out[names[name]], usual[default[name]])
-        assert default[name] not in out.keys(True)
     maker.set_keys(advantage=None)
     assert "advantage" in maker.out_keys
     with pytest.raises(ValueError, match="set_keys must be one of"):
@@ -570,7 +378,7 @@ def test_keys_may_be_set(model, other_model, rows):
 
 def test_keys_that_are_read_are_all_that_is_needed(model, other_model, rows):
     for advantage in ADVANTAGE_KINDS:
-        maker = ExperienceMaker(model, ref=other_model, critic=Critic(), advantage=advantage)
+        maker = ExperienceMaker(model, ref=other_model, critic=TokenCritic(), advantage=advantage)
         maker(rows().select(*maker.in_keys))
         for key in maker.in_keys:
             with pytest.raises(KeyError, match="rows lack the entry"):
@@ -583,11 +391,9 @@ def test_bad_arguments_are_refused_by_name(model, rows):
         ({"gamma": 1.5}, "gamma must lie in"),
         ({"kl_coef": 0.1}, "kl_coef needs a reference"),
         ({"old_log_probs": "critic"}, "old_log_probs must be one of"),
-        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1"),
         ({"kl_kind": "k9"}, "kl_kind must be one of"),
         ({"advantage": "gae"}, "advantage='gae' needs a critic"),
         ({"lmbda": -0.5}, "lmbda must lie in"),
-        ({"dtype": torch.int8}, "dtype must be torch.bfloat16"),
         ({"kl_coef": float("nan"), "ref": model}, "kl_coef must be finite"),
         (
             {
@@ -601,71 +407,72 @@ def test_bad_arguments_are_refused_by_name(model, rows):
             ExperienceMaker(model, **grouped(**options))
     with pytest.raises(TypeError, match="actor must be a causal language model"):
         ExperienceMaker(None)
+    with pytest.raises(TypeError, match=r"critic must be a torch.nn.Module, got str"):
+        ExperienceMaker(model, critic="x", advantage="gae")
+
+
+def lacks(key):
+    return lambda rows: rows.exclude(key)
+
+
+def has(key, value):
+    return lambda rows: rows.set(key, value)
+
+
+FITS = r"of rows must have shape \(6, 12\) to fit"
 
 
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda rows: rows.exclude("log_probs"), KeyError, "old_log_probs='actor' does without"),
-        (lambda rows: rows.exclude("group"), KeyError, "lack the entry 'group'.*the collector"),
-        (lambda rows: rows.exclude("episode"), KeyError, "lack the entry 'episode'; MergeTurns"),
-        (lambda rows: rows.exclude("turns"), KeyError, "'turns', 'full'.*MergeTurns writes it"),
+        (lacks("log_probs"), KeyError, "old_log_probs='actor' does without"),
+        (lacks("group"), KeyError, "lack the entry 'group'.*the collector"),
+        (lacks("episode"), KeyError, "lack the entry 'episode'; MergeTurns"),
+        (lacks("turns"), KeyError, "'turns', 'full'.*MergeTurns writes it"),
+        (lacks("rewards"), KeyError, r"where the turns have \('next', 'reward'"),
         (
-            lambda rows: rows.exclude("rewards"),
-            KeyError,
-            r"where the turns have \('next', 'reward'",
+            has(("log_probs", "full"), torch.zeros(6, 3)),
+            *(ValueError, rf"'log_probs', 'full'\) {FITS} \('tokens', 'full'\), got \(6, 3\)"),
         ),
         (
-            lambda rows: rows.set(("log_probs", "full"), torch.zeros(6, 3)),
-            ValueError,
-            r"'log_probs', 'full'\) of rows must have shape \(6, 12\) to fit \('tokens', 'full'\), "
-            r"got \(6, 3\)",
+            has(("rewards", "full"), torch.zeros(6, 3)),
+            *(ValueError, rf"'rewards', 'full'\) {FITS} .* got \(6, 3\)"),
+        ),
+        (has(MASK, torch.ones(6, 3).bool()), ValueError, rf"'all_assistant_mask'\) {FITS}"),
+        (has(MASK, torch.ones(6, 12)), TypeError, "must be a bool tensor"),
+        (has(MASK, torch.zeros(6, 12).bool()), ValueError, "no token of these 6 rows was sampled"),
+        (
+            has("group", torch.zeros(6, 1).long()),
+            *(ValueError, r"'group' of rows must have shape \(6,\) to fit 'episode', got \(6, 1\)"),
+        ),
+        (has("group", torch.arange(6)), ValueError, "'group' must be the same .* in episode 0"),
+        (has("valid", torch.arange(6) != 1), ValueError, "'valid' must be the same on all rows of"),
+        (
+            has("valid", torch.ones(6, 1).bool()),
+            *(ValueError, r"'valid' of rows must have shape \(6,\) .*got \(6, 1\)"),
         ),
         (
-            lambda rows: rows.set(("rewards", "full"), torch.zeros(6, 3)),
-            ValueError,
-            r"'rewards', 'full'\) of rows must have shape \(6, 12\) to fit .* got \(6, 3\)",
-        ),
-        (
-            lambda rows: rows.set(("masks", "all_assistant_mask"), torch.ones(6, 3).bool()),
-            ValueError,
-            r"'all_assistant_mask'\) of rows must have shape \(6, 12\) to fit",
-        ),
-        (
-            lambda rows: rows.set("group", torch.zeros(6, 1).long()),
-            ValueError,
-            r"'group' of rows must have shape \(6,\) to fit 'episode', got \(6, 1\)",
-        ),
-        (
-            lambda rows: rows.set(("masks", "all_assistant_mask"), torch.ones(6, 12)),
-            TypeError,
-            "must be a bool tensor",
+            has("episode", NonTensorStack(*"abcdef")),
+            *(TypeError, "'episode' of rows must hold integers, got NonTensorStack"),
         ),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_and_left_alone(model, rows, spoil, error, message):
     batch = spoil(rows())
-    before = batch.clone()
-    with pytest.raises(error, match=message):
-        ExperienceMaker(model, advantage="grpo")(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
-    assert bool((batch == before).all())
+    refused(ExperienceMaker(model, advantage="grpo"), batch, message, error)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_sampler_that_gives_no_number_is_named(model, rows, bad):
     batch = rows()
-    mask, log_probs = batch["masks", "all_assistant_mask"], batch["log_probs", "full"]
+    mask, log_probs = batch[MASK], batch["log_probs", "full"]
     log_probs[~mask] = bad
     ExperienceMaker(model)(batch.clone())
     n, t = mask[4:].nonzero()[0].tolist()
     log_probs[4 + n, t] = bad
     episode = int(batch["episode"][4 + n])
-    with pytest.raises(
-        ValueError, match=rf"got {bad} in episode {episode} \(row {4 + n}, token {t}\)"
-    ):
-        ExperienceMaker(model)(batch)
-    assert "advantage" not in batch
+    where = rf"got {bad} in episode {episode} \(row {4 + n}, token {t}\)"
+    refused(ExperienceMaker(model), batch, where)
 
 
 def test_a_call_that_fails_late_changes_nothing(model, other_model, rows):
@@ -675,26 +482,8 @@ def test_a_call_that_fails_late_changes_nothing(model, other_model, rows):
 
     adaptive = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
     maker = ExperienceMaker(model, ref=other_model, kl_coef=adaptive, advantage=advantage)
-    batch = rows()
-    with pytest.raises(ValueError, match=r"the result of advantage\(rows\) must have shape"):
-        maker(batch)
-    assert set(batch.keys(True)) == set(rows().keys(True))
+    refused(maker, rows(), r"the result of advantage\(rows\) must have shape")
     assert adaptive.coef == 0.1
-    assert maker.metrics == {}
-
-
-def first_sampled(batch, n):
-    return int(batch["masks", "all_assistant_mask"][n].nonzero()[0])
-
-
-def refused(maker, batch, message):
-    """The call is refused and changes nothing in the rows."""
-    before = batch.clone()
-    with pytest.raises(ValueError, match=message):
-        maker(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
-    for key in before.keys(True, True):
-        torch.testing.assert_close(batch[key], before[key], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -703,7 +492,7 @@ def test_an_own_reward_that_is_no_number_is_named(model, rows, advantage, bad):
     batch = rows()
     batch["rewards", "full"][4, 0] = bad
     episode = int(batch["episode"][4])
-    maker = ExperienceMaker(model, critic=Critic(), advantage=advantage)
+    maker = ExperienceMaker(model, critic=TokenCritic(), advantage=advantage)
     where = rf"got {bad} in episode {episode} \(row 4, token 0\) and 0 more"
     refused(maker, batch, rf"\('rewards', 'full'\) must be finite where it counts, {where}")
 
@@ -712,7 +501,7 @@ def test_given_returns_that_are_no_number_are_named(model, rows):
     batch = rows()
     batch["rewards", "to_go"] = torch.zeros(6, 12)
     t = first_sampled(batch, 5)
-    batch["rewards", "to_go"][~batch["masks", "all_assistant_mask"]] = float("nan")
+    batch["rewards", "to_go"][~batch[MASK]] = float("nan")
     maker = ExperienceMaker(model, advantage="turn")
     maker(batch.clone())
     batch["rewards", "to_go"][5, t] = float("nan")
@@ -735,9 +524,8 @@ def test_models_that_give_no_number_are_named(model, rows, make_model):
         maker = ExperienceMaker(model, ref=bad, advantage=advantage, kl_coef=coefficient)
         refused(maker, rows(), r"\('log_probs', 'ref'\) must be finite .*the model is at fault")
         assert coefficient.coef == 0.1
-        assert maker.metrics == {}
-    critic = Critic()
-    critic.scale.data.fill_(float("nan"))
+    critic = TokenCritic()
+    critic.embedding.weight.data.fill_(float("nan"))
     for advantage in ("gae", "grpo"):
         maker = ExperienceMaker(model, critic=critic, advantage=advantage)
         refused(maker, rows(), r"'values' must be finite .*the model is at fault")
@@ -757,24 +545,18 @@ def test_a_kl_that_overflows_is_refused_before_anything_is_written(model, other_
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
 def test_an_advantage_that_is_no_number_is_named(model, rows, bad, whiten):
     batch = rows()
     t = first_sampled(batch, 2)
 
     def advantage(rows):
-        out = torch.where(rows["masks", "all_assistant_mask"], 1.0, float("nan"))
-        out[2, t] = bad
+        out = torch.where(rows[MASK], 1.0, float("nan")).double()
+        out[2, t] = bad  # Float32 does not hold 1e300.
         return out
 
     maker = ExperienceMaker(model, advantage=Advantage(advantage, whiten=whiten))
     refused(maker, batch, rf"'advantage' must be finite .*row 2, token {t}")
-
-
-def rejecting(batch, *rows):
-    """The same rows with some episodes rejected, whatever those hold."""
-    batch["valid"] = ~torch.isin(batch["episode"], batch["episode"][list(rows)])
-    return batch
 
 
 def test_what_rejected_rows_hold_stops_no_batch(model, other_model, rows):
@@ -889,29 +671,39 @@ def test_keys_that_would_overwrite_each_other_are_refused(model, rows):
     assert torch.equal(maker(rows())["returns"], expected["advantage"])
 
 
-@pytest.mark.parametrize("bound", [False, True])
+class Scaled(nn.Module):
+    """A transform that has its running statistics in a module of its own."""
+
+    def __init__(self, normalizer):
+        super().__init__()
+        self.inner = normalizer
+
+    def forward(self, reward, mask):
+        return self.inner(reward, mask) * 2.0
+
+
+@pytest.mark.parametrize(
+    "transform_of", [lambda x: x, lambda x: x.forward, Scaled], ids=["module", "method", "within"]
+)
 @pytest.mark.parametrize("where", ["advantage", "process"])
-def test_running_statistics_do_not_count_a_batch_that_failed_late(model, rows, where, bound):
+def test_running_statistics_do_not_count_a_batch_that_failed_late(model, rows, where, transform_of):
     def fails(rows):
         raise RuntimeError("late")
 
     normalizer = RewardNormalizer()
-    transform = normalizer.forward if bound else normalizer
-    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows(1))
+    reward = RewardMix("episode", transform=transform_of(normalizer))
+    ExperienceMaker(model, reward=reward)(rows(1))
     before = copy.deepcopy(normalizer.state_dict())
-    with pytest.raises(RuntimeError, match="late"):
-        ExperienceMaker(model, reward=RewardMix("episode", transform=transform), **{where: fails})(
-            rows()
-        )
+    refused(ExperienceMaker(model, reward=reward, **{where: fails}), rows(), "late", RuntimeError)
     assert normalizer.state_dict() == before
-    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows())
+    ExperienceMaker(model, reward=reward)(rows())
     assert normalizer.count > before["count"]
 
 
 def test_sampled_padding_is_refused(model, rows):
     batch = rows()
     n, t = (~batch["masks", "all_attention_mask"]).nonzero()[0].tolist()
-    batch["masks", "all_assistant_mask"][n, t] = True
+    batch[MASK][n, t] = True
     where = rf"\('masks', 'all_attention_mask'\), but token {t} of row {n}"
     refused(ExperienceMaker(model), batch, rf"'all_assistant_mask'\) must lie within {where}")
 
@@ -925,20 +717,13 @@ def test_shape_errors_name_the_keys_that_were_set(model, rows):
     refused(maker, batch, r"'r' of rows must have shape \(6, 12\) to fit 'sampled', got \(6, 3\)")
 
 
-def test_groups_that_differ_within_an_episode_are_named(model, rows):
-    batch = rows()
-    batch["group"][1] = 9
-    maker = ExperienceMaker(model, advantage="grpo")
-    refused(maker, batch, "'group' must be the same .* in episode 0")
-
-
 @pytest.mark.parametrize("advantage", ["gae", "turn_gae", "opo"])
 def test_tokens_that_are_never_trained_enter_no_statistic(model, rows, spread, advantage):
     batch = rows()
-    batch["masks", "all_assistant_mask"][:, 0] = True
+    batch[MASK][:, 0] = True
     batch = spread(batch)
     maker = ExperienceMaker(
-        model, critic=Critic(), advantage=Advantage(advantage, whiten=advantage != "opo")
+        model, critic=TokenCritic(), advantage=Advantage(advantage, whiten=advantage != "opo")
     )
     out = maker(batch)
     masks = batch["masks"]
@@ -965,7 +750,7 @@ def test_an_episode_alone_in_its_group_gets_the_lone_value(model, rows):
     lone = batch["episode"] < 3
     assert 0 < len(batch["episode"][~lone].unique()) < len(batch["episode"].unique())
     batch["group"] = torch.where(lone, batch["episode"], 3)
-    mask = batch["masks", "all_assistant_mask"] & lone[:, None]
+    mask = batch[MASK] & lone[:, None]
     out = ExperienceMaker(model, advantage=Advantage("grpo", lone_value=-0.5))(batch)
     assert torch.equal(out["advantage"][lone].squeeze(-1), torch.where(mask[lone], -0.5, 0.0))
     with pytest.raises(ValueError, match="lone_value must be finite"):
@@ -1026,7 +811,7 @@ def test_running_statistics_keep_their_precision(make_model, rows):
 def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
     batch = rows(n=3, suffix_padding=False)
     batch["episode"] = torch.zeros(3, dtype=torch.long)
-    mask = batch["masks", "all_assistant_mask"]
+    mask = batch[MASK]
     mask[1] = False
     batch["rewards", "full"] = torch.zeros(3, 12)
     batch["turns", "full"] = torch.tensor([[4], [2], [0]]).expand(3, 12).clone()
@@ -1055,10 +840,10 @@ def test_a_reward_in_a_row_without_sampled_tokens_is_its_episodes(model, rows):
 
 def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
     batch = rejecting(rows(n=9), 2)
-    batch["masks", "all_assistant_mask"][:, 0] = True
+    batch[MASK][:, 0] = True
     maker = ExperienceMaker(model, passes=Passes(with_entropy=True))
     out = maker(batch)
-    mask, valid = batch["masks", "all_assistant_mask"], batch["valid"].tolist()
+    mask, valid = batch[MASK], batch["valid"].tolist()
     per_row = [int(mask[n].sum()) for n in range(9) if valid[n]]
     per_episode = {}
     for n, e in enumerate(batch["episode"].tolist()):
@@ -1113,14 +898,8 @@ def test_the_actor_as_its_own_reference_is_warned_of(model, other_model, caplog)
 
 
 def test_a_reference_with_another_vocabulary_is_refused_by_name(model, make_model, rows):
-    batch, small = rows(), make_model(vocab_size=6)
-    before = batch.clone()
-    with pytest.raises(
-        ValueError, match=r"tokens must be in \[0, 6\), .*Qwen2ForCausalLM.* got [0-9]+;"
-    ):
-        ExperienceMaker(model, ref=small)(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
-    assert (batch == before).all()
+    maker = ExperienceMaker(model, ref=make_model(vocab_size=6))
+    refused(maker, rows(), r"tokens must be in \[0, 6\), .*Qwen2ForCausalLM.* got [0-9]+;")
 
 
 def test_functions_of_rows_find_the_usual_keys_wherever_entries_lie(model, other_model, rows):
@@ -1156,10 +935,7 @@ def test_log_probs_of_the_wrong_sign_are_refused(model, rows):
     ExperienceMaker(model)(batch)
     wrong = rows()
     wrong["log_probs", "full"].neg_()
-    before = wrong.clone()
-    with pytest.raises(ValueError, match=r"'full'.* must be log-probabilities, .* other sign"):
-        ExperienceMaker(model)(wrong)
-    assert (wrong == before).all()
+    refused(ExperienceMaker(model), wrong, r"'full'.* must be log-probabilities, .* other sign")
     wrong["valid"] = torch.zeros(6, dtype=torch.bool)
     ExperienceMaker(model)(wrong)
     ExperienceMaker(model, old_log_probs="actor")(rows().exclude(("log_probs", "full")))
@@ -1172,16 +948,8 @@ def test_log_probs_of_the_wrong_sign_are_refused(model, rows):
     batch["log_probs", "old"].neg_()
     with pytest.raises(ValueError, match=r"'old'.* must be log-probabilities"):
         MultiTurnLoss(model)(batch)
-    batch["masks", "all_assistant_mask"].zero_()
+    batch[MASK].zero_()
     MultiTurnLoss(model)(batch)
-
-
-def test_what_is_no_critic_and_no_rows_is_refused(model):
-    with pytest.raises(TypeError, match=r"critic must be a torch.nn.Module, got str"):
-        ExperienceMaker(model, critic="x", advantage="gae")
-    for module in (ExperienceMaker(model), MultiTurnLoss(model)):
-        with pytest.raises(TypeError, match="rows must be a TensorDict, got dict"):
-            module({})
 
 
 def test_functions_may_answer_with_lists(model, rows):

@@ -7,7 +7,6 @@ import torch
 
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.objectives.filters import clip_filter, top_entropy
-from torchrl_mt.objectives.functional import overlong_penalty
 
 WEIGHTS = ("weights", "full")
 
@@ -169,21 +168,3 @@ def test_entropies_may_be_another_makers_and_are_missed_before_any_model_runs(
     monkeypatch.setattr(type(model), "forward", None)
     with pytest.raises(KeyError, match="'entropy'; ExperienceMaker writes it"):
         maker(rows())
-
-
-def test_an_overlong_penalty_is_a_source_of_rewards(model, rows):
-    batch = rows()
-    length = batch["masks", "all_assistant_mask"].sum(-1)
-
-    def overlong(rows):
-        lengths = rows["masks", "all_assistant_mask"].sum(-1)
-        return overlong_penalty(lengths, max_length=6, buffer=4)
-
-    maker = ExperienceMaker(model, reward=[("episode", 1.0), (overlong, 0.5)])
-    shaped = maker(batch)["rewards", "shaped"]
-    added = shaped - torch.where(batch["masks", "all_assistant_mask"], rows()["rewards", "full"], 0)
-    for n in range(2, len(batch)):
-        if int((batch["episode"] == batch["episode"][n]).sum()) == 1 and length[n]:
-            expected = 0.5 * min(0.0, max(-1.0, (2 - int(length[n])) / 4))
-            assert float(added[n].sum()) == pytest.approx(expected, abs=1e-5)
-    assert "reward/default/overlong/mean" in maker.metrics

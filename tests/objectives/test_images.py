@@ -11,11 +11,13 @@ from torch import nn
 
 from tests.faulty_server import running
 from tests.objectives.conftest import make_model
+from tests.objectives.helpers import objective_of, value_model
 from tests.objectives.rewards.reward_server import RewardServer
-from tests.scoring.vision_rows import FAMILIES, by_transformers, entries, rows_with_images, vl_model
+from tests.scoring.helpers import assert_same_gradients, entries
+from tests.scoring.vision_rows import FAMILIES, by_transformers, rows_with_images, vl_model
 from tests.tiers import some_fast
 from torchrl_mt.bridges.lightrft import Experience
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, TextReward, ValueModel
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, TextReward
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.scoring import row_values
 from torchrl_mt.transforms import VisionInputs
@@ -23,12 +25,6 @@ from torchrl_mt.vision import RowImages, StoredImage
 from torchrl_mt.vision.rows import COUNT, PIXELS, set_row_images
 
 close = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def value_model(model):
-    critic = ValueModel.from_model(copy.deepcopy(model))
-    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
-    return critic
 
 
 def completed(family, counts=(1, 0, 3, 2), seed=0):
@@ -48,19 +44,10 @@ def gradients(module):
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_same(got, expected):
-    """The same gradients, each up to a share of its largest number."""
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        scale = expected[name].abs().max().clamp(min=0.01)
-        assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
-
-
 def minimise(loss, parts, total):
     loss.zero_grad(set_to_none=True)
     for part in parts:
-        out = loss(part, total=total)
-        sum(v for k, v in out.items() if k.startswith("loss_")).backward()
+        objective_of(loss(part, total=total)).backward()
     return gradients(loss)
 
 
@@ -76,7 +63,7 @@ def test_the_cut_into_micro_batches_changes_no_gradient(family):
         model, critic=loss.critic_network, entropy_coef=0.1, passes=Passes(packed=True)
     )
     for way, size in ((loss, 1), (packed, 2)):
-        assert_same(minimise(way, rows[order].split(size), loss.total(rows)), expected)
+        assert_same_gradients(minimise(way, rows[order].split(size), loss.total(rows)), expected)
 
 
 @pytest.mark.parametrize("family", some_fast(["qwen3_vl"], FAMILIES))
@@ -90,7 +77,7 @@ def test_the_loss_has_the_gradient_of_plain_forwards(family):
     log_prob = by_transformers(model, rows, alone)[0]
     advantage = rows["advantage"].squeeze(-1)
     (-(log_prob * advantage)[counted].sum() / counted.sum()).backward()
-    assert_same(got, {f"actor_network.{n}": g for n, g in gradients(model).items()})
+    assert_same_gradients(got, {f"actor_network.{n}": g for n, g in gradients(model).items()})
 
 
 @pytest.mark.parametrize("family", some_fast(["qwen2_vl", "llava"], FAMILIES))

@@ -90,7 +90,7 @@ def test_copies_keep_the_coefficient(model, other_model, rows, copied):
     assert copied(maker).kl_coef.coef == maker.kl_coef.coef != 0.1
 
 
-def test_a_rows_first_token_has_no_part_in_the_kl(model, other_model, rows):
+def test_a_rows_first_token_has_no_part_in_the_kl(model, other_model, rows, spread):
     """Nothing predicts it: the reference has no log-probability of it, whatever the sampler had."""
     batch = rows()
     batch["masks", "all_assistant_mask"][:, 0] = True
@@ -99,7 +99,15 @@ def test_a_rows_first_token_has_no_part_in_the_kl(model, other_model, rows):
     maker = ExperienceMaker(
         model, ref=other_model, kl_coef=adaptive(), kl_kind="k3", advantage="turn", gamma=0.0
     )
+    wide = spread(batch)
+    wide_out = maker(wide)
+    assert wide_out["kl"].any()
+    maker.kl_coef.coef = 0.1
     out = maker(batch)
+    assert not out["kl"][:, 0].any()
+    for key in ("kl", "returns", "advantage"):
+        got = wide_out[key][wide["masks", "all_assistant_mask"]]
+        torch.testing.assert_close(got, out[key][mask], atol=1e-4, rtol=1e-4)
     kl = kl_estimate(out["log_probs", "old"], out["log_probs", "ref"], "k3")[:, 1:][mask[:, 1:]]
     assert maker.metrics["kl/mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
     assert maker.metrics["kl/count"] == len(kl)

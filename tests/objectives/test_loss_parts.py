@@ -1,41 +1,29 @@
 """A loss in parts has the values and gradients of one pass, and one part's activations in memory."""
 
-import copy
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.objectives.conftest import make_model, make_rows
-from tests.objectives.test_images import completed, value_model, vl_model
+from tests.objectives import helpers
+from tests.objectives.conftest import make_model
+from tests.objectives.helpers import objective_of, value_model
+from tests.objectives.test_images import completed, vl_model
 from tests.scoring.test_actor_output import Checkpointed
 from tests.settings import OF_SINGLE_ROWS, grouped
 from tests.tiers import pairs, some_fast
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, ValueModel
+from torchrl_mt.objectives import MultiTurnLoss, Passes
+from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.objectives.loss_parts import kept_bytes
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+AGGREGATIONS = get_args(Aggregation)
 LIMITS = [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"micro_batch_tokens": 17}]
 
 
-def completed_rows(model, seed=0, n=7):
-    batch = ExperienceMaker(model, ref=make_model(1), advantage="batch")(make_rows(seed, n))
-    g = torch.Generator().manual_seed(seed)
-    mask = batch["masks", "all_assistant_mask"]
-    for key in (("log_probs", "old"), ("log_probs", "full")):
-        batch[key] = batch[key] + 0.3 * torch.randn(mask.shape, generator=g) * mask
-    batch["advantage"] = torch.randn(*mask.shape, 1, generator=g) * mask[..., None]
-    batch["returns"] = torch.randn(mask.shape, generator=g)
-    batch["weights", "full"] = torch.rand(mask.shape, generator=g)
-    return batch
-
-
-def critic_of(model):
-    critic = ValueModel.from_model(copy.deepcopy(model))
-    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
-    return critic
+completed_rows = partial(helpers.completed_rows, weighted=True, n=7)
 
 
 def gradients(loss, out, weights):
@@ -74,7 +62,7 @@ def test_parts_have_the_losses_and_gradients_of_one_pass(objective, aggregation,
 @pytest.mark.parametrize("packed", [False, True, "tree"])
 def test_losses_may_be_weighed_in_their_sum(weights, packed):
     model = make_model()
-    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic_of(model), "packed": packed}
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": value_model(model), "packed": packed}
     limits = {"micro_batch_tokens": 24}
     assert_same([model], completed_rows(model), options, limits, weights)
 
@@ -99,19 +87,13 @@ def test_a_total_counts_in_parts_as_in_one_pass(total):
     torch.testing.assert_close(out[0], out[1])
 
 
-class Watched(nn.Module):
-    """A model that notes how many tokens each pass has."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.passes = model, []
-
-    def get_output_embeddings(self):
-        return self.model.get_output_embeddings()
-
-    def forward(self, input_ids, attention_mask=None, **keywords):
-        self.passes.append(input_ids.numel())
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, **keywords)
+def watched():
+    """A model, and the number of tokens of each pass that it makes."""
+    model, passes = make_model(), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return model, passes
 
 
 def most_kept(loss, batch):
@@ -130,39 +112,41 @@ def most_kept(loss, batch):
             alive -= self.x.nbytes
 
     with saved_tensors_hooks(Saved, lambda saved: saved.x):
-        out = loss(batch)
-        sum(x for key, x in out.items() if key.startswith("loss_")).backward()
+        objective_of(loss(batch)).backward()
     return most
 
 
 def test_auto_bounds_what_is_kept_and_small_batches_are_one_pass(monkeypatch):
-    actor = Watched(make_model())
-    batch = completed_rows(actor.model, n=16)
+    actor, passes = watched()
+    batch = completed_rows(actor, n=16)
+    passes.clear()
     one_pass = MultiTurnLoss(actor)
     whole, most_of_whole = kept_bytes(lambda: one_pass(batch), [actor]), most_kept(one_pass, batch)
-    assert actor.passes == [16 * 12] * 2
+    assert passes == [16 * 12] * 2
 
     budget = whole // 4
     monkeypatch.setattr("torchrl_mt.objectives.loss.activation_budget", lambda device: budget)
-    loss, actor.passes = MultiTurnLoss(actor), []
+    passes.clear()
+    loss = MultiTurnLoss(actor)
     loss(batch)
-    measured, *parts = actor.passes
+    measured, *parts = passes
     assert measured == 12
     assert 4 <= len(parts) <= 8
-    del actor.passes[:]
+    passes.clear()
     assert most_kept(loss, batch) <= 0.3 * most_of_whole
-    assert actor.passes == parts  # a row is measured once
+    assert passes == parts  # a row is measured once
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": torch.float16}], ids=["without a graph", "float16"]
 )
 def test_one_pass_where_parts_help_nobody(options):
-    actor = Watched(make_model())
-    batch = completed_rows(actor.model)
+    actor, passes = watched()
+    batch = completed_rows(actor)
+    passes.clear()
     with torch.set_grad_enabled(bool(options)):
         out = MultiTurnLoss(actor, **grouped(micro_batch_size=1, **options))(batch)
-    assert len(actor.passes) == 1
+    assert len(passes) == 1
     assert out["loss_objective"].isfinite()
 
 
@@ -225,7 +209,7 @@ def update(loss, batch, micro_batches=1):
     optimizer = torch.optim.SGD(loss.parameters(), 1e-3)
     total = loss.total(batch)
     for part in batch.split(-(-len(batch) // micro_batches)):
-        sum(x for key, x in loss(part, total=total).items() if key.startswith("loss_")).backward()
+        objective_of(loss(part, total=total)).backward()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -6,6 +6,8 @@ import copy
 import itertools
 import re
 from functools import partial
+from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,24 +16,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.data import AdaptiveKLController
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.objectives import helpers
 from tests.objectives.conftest import make_model, make_rows
+from tests.objectives.helpers import objective_of, value_model
 from tests.rank_processes import needs_gloo, play, take_part
+from tests.scoring.helpers import tiny
 from tests.settings import grouped
 from torchrl_mt.objectives import (
     ExperienceMaker,
     MultiTurnLoss,
     Passes,
     RewardError,
-    ValueModel,
     micro_batches,
 )
 from torchrl_mt.objectives.functional import RewardNormalizer
+from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.ranks import is_dtensor, most
 from torchrl_mt.scoring import output_head
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean")
+AGGREGATIONS = get_args(Aggregation)
 ADVANTAGES = (
     "turn",
     "grpo",
@@ -58,13 +63,6 @@ def sharded(model):
     return fully_shard(model)
 
 
-def make_critic():
-    torch.manual_seed(3)
-    critic = ValueModel.from_model(make_model(2))
-    torch.nn.init.normal_(critic.head.weight)
-    return critic
-
-
 def parts_of(rows, split):
     """The rows of each of two ranks, as narrow as they can be."""
     parts = [rows[:5], rows[5:]] if split == "uneven" else [rows, rows[:0]]
@@ -78,20 +76,9 @@ def narrow(rows):
 
 
 def completed_rows():
-    rows = make_rows(n=8, s=14)
-    generator = torch.Generator().manual_seed(5)
-    mask = rows["masks", "all_assistant_mask"]
-    noise = torch.randn(*mask.shape, generator=generator)
-    rows["log_probs", "old"] = rows["log_probs", "full"]
-    rows["log_probs", "ref"] = torch.where(mask, rows["log_probs", "full"] - noise.abs(), 0.0)
-    rows["advantage"] = torch.where(mask, noise, 0.0)[..., None]
-    rows["returns"] = torch.where(mask, noise + 1, 0.0)
+    rows = helpers.completed_rows(make_model(), n=8, s=14)
     rows["group"] = torch.tensor([0, 0, 0, 1, 1, 1, 0, 2])
     return rows
-
-
-def objective_of(losses):
-    return sum(value for key, value in losses.items() if key.startswith("loss_"))
 
 
 def gradients(*models):
@@ -107,9 +94,9 @@ def distance(one, other):
 def gradient_errors(rank):
     """The distance of the ranks' gradient from one process's, for each kind of loss and ranks."""
     world, rows, found = distributed.group.WORLD, completed_rows(), {}
-    models = {"one": (make_model(), make_critic())}
-    models["ddp"] = tuple(map(DistributedDataParallel, (make_model(), make_critic())))
-    models["fsdp"] = tuple(map(sharded, (make_model(), make_critic())))
+    models = {"one": (make_model(), value_model(make_model(2)))}
+    models["ddp"] = tuple(map(DistributedDataParallel, (make_model(), value_model(make_model(2)))))
+    models["fsdp"] = tuple(map(sharded, (make_model(), value_model(make_model(2)))))
     for kind, packed in itertools.product(AGGREGATIONS, (False, True, "tree")):
         options = {"aggregation": kind, "kl_coef": 0.1, "entropy_coef": 0.1, "packed": packed}
 
@@ -191,7 +178,7 @@ MAKERS = {
 def experience_errors(rank):
     """The largest difference of the ranks' experience from one process's, for each maker."""
     found = {}
-    plain = {"actor": make_model(), "ref": make_model(1), "critic": make_critic()}
+    plain = {"actor": make_model(), "ref": make_model(1), "critic": value_model(make_model(2))}
     divided = {name: sharded(copy.deepcopy(model)) for name, model in plain.items()}
     parallel = {name: DistributedDataParallel(model) for name, model in plain.items()}
     for (name, options), split, packed in itertools.product(MAKERS.items(), SPLITS, (False, True)):
@@ -254,11 +241,7 @@ def own_head(model):
 
 
 def make_gemma():
-    torch.manual_seed(4)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
-    config = Gemma2Config(vocab_size=24, initializer_range=0.5, **sizes, **heads)
-    return Gemma2ForCausalLM(config).eval()
+    return tiny("Gemma2", 4, head_dim=8, initializer_range=0.5, final_logit_softcapping=2.0)
 
 
 class Doubled(Qwen2ForCausalLM):
@@ -290,36 +273,33 @@ HEADS = {
 """Models, how they are divided, and whether they need whole logits."""
 
 
+def whole_logits_counted():
+    return patch.object(output_head, "whole_logits", wraps=output_head.whole_logits)
+
+
 def head_errors(rank):
     """The distance of the gradient over two steps, and passes with whole logits on this rank."""
-    rows, found, passes = completed_rows(), {}, []
-    whole_logits = output_head.whole_logits
-
-    def counted(*args):
-        passes.append(args)
-        return whole_logits(*args)
-
+    rows, found = completed_rows(), {}
     for name, (build, divide, _) in HEADS.items():
         torch.manual_seed(7)
         plain = build()
         divided = divide(copy.deepcopy(plain))
         mine = parts_of(rows, "rank without rows")[rank]
-        errors = []
-        passes.clear()
+        errors, passes = [], 0
         for _ in range(2):
             one = MultiTurnLoss(plain, entropy_coef=0.1)
             one.zero_grad()
             objective_of(one(rows)).backward()
-            output_head.whole_logits = counted
             many = MultiTurnLoss(divided, entropy_coef=0.1)
             many.zero_grad()
             total = many.total(mine, process_group=distributed.group.WORLD)
-            (2 * objective_of(many(mine, total=total))).backward()
-            output_head.whole_logits = whole_logits
+            with whole_logits_counted() as counted:
+                (2 * objective_of(many(mine, total=total))).backward()
+            passes += counted.call_count
             for model in (plain, divided):
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
             errors.append(distance(gradients(divided), gradients(plain)))
-        found[name] = max(errors), len(passes)
+        found[name] = max(errors), passes
     return found
 
 

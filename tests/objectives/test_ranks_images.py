@@ -12,8 +12,9 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.objectives.test_images import completed, value_model
-from tests.objectives.test_ranks import distance, gradients, objective_of
+from tests.objectives.helpers import objective_of, value_model
+from tests.objectives.test_images import completed
+from tests.objectives.test_ranks import distance, gradients
 from tests.rank_processes import needs_gloo, play, take_part
 from tests.scoring.vision_rows import FAMILIES, entries, vl_model
 from tests.settings import grouped

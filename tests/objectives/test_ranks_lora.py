@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters import lora
 from tests.objectives.conftest import make_model, make_rows
-from tests.objectives.test_ranks import distance, gradients, objective_of, parts_of
+from tests.objectives.helpers import objective_of
+from tests.objectives.test_ranks import distance, gradients, parts_of, whole_logits_counted
 from tests.rank_processes import needs_gloo, play, take_part
 from tests.settings import grouped
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches
-from torchrl_mt.scoring import output_head
 
 pytest.importorskip("peft")
 
@@ -36,13 +36,7 @@ WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": sharded, "fsdp, one module":
 
 def errors(rank):
     """Errors of experience and gradient over two steps, and this rank's passes with whole logits."""
-    found, passes, world = {}, [], distributed.group.WORLD
-    whole_logits = output_head.whole_logits
-
-    def counted(*args):
-        passes.append(args)
-        return whole_logits(*args)
-
+    found, world = {}, distributed.group.WORLD
     for (kind, adapter), name in itertools.product(KINDS.items(), WRAPPERS):
         plain = lora(make_model(), **adapter)
         many = WRAPPERS[name](copy.deepcopy(plain))
@@ -51,18 +45,19 @@ def errors(rank):
             for model in (plain, many)
         ]
         options = {"ref": "base", "advantage": "batch", "kl_coef": 0.1, "micro_batch_size": 2}
-        worst = []
+        worst, passes = [], 0
         for _ in range(2):
             rows = ExperienceMaker(plain, **grouped(**options))(make_rows(n=9, s=14))
             objective_of(MultiTurnLoss(plain, kl_coef=0.1)(rows)).backward()
             mine = parts_of(make_rows(n=9, s=14), "uneven")[rank]
-            output_head.whole_logits = counted
-            mine = ExperienceMaker(many, process_group=world, **grouped(**options))(mine)
-            loss = MultiTurnLoss(many, kl_coef=0.1)
-            total = loss.total(mine, process_group=world)
-            for part in micro_batches(mine, passes=Passes(micro_batch_size=2), process_group=world):
-                (2 * objective_of(loss(part, total=total))).backward()
-            output_head.whole_logits = whole_logits
+            with whole_logits_counted() as counted:
+                mine = ExperienceMaker(many, process_group=world, **grouped(**options))(mine)
+                loss = MultiTurnLoss(many, kl_coef=0.1)
+                total = loss.total(mine, process_group=world)
+                cut = Passes(micro_batch_size=2)
+                for part in micro_batches(mine, passes=cut, process_group=world):
+                    (2 * objective_of(loss(part, total=total))).backward()
+            passes += counted.call_count
             rows = rows[:5] if rank == 0 else rows[5:]
             for key in (("log_probs", "ref"), "kl", "advantage"):
                 expected = rows[key][:, : mine[key].shape[1]]
@@ -71,8 +66,7 @@ def errors(rank):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        found[kind, name] = max(worst), len(passes)
-        passes.clear()
+        found[kind, name] = max(worst), passes
     return found
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from tests.objectives.conftest import make_model, make_rows
+from tests.objectives.helpers import gradients
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 
 READ = ("tokens", "masks", "group")
@@ -40,12 +41,6 @@ def reference(model, rows):
     return total / max(number, 1)
 
 
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 @given(seed=st.integers(0, 999), suffix=st.booleans(), packed=st.booleans())
 def test_value_and_gradient_are_the_references(seed, suffix, packed):
     rows = supervised(seed, n=3, s=8, suffix_padding=suffix or packed)
@@ -56,27 +51,6 @@ def test_value_and_gradient_are_the_references(seed, suffix, packed):
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     got = gradients(MODEL, loss)
     torch.testing.assert_close(got, gradients(MODEL, expected), atol=1e-5, rtol=1e-4)
-
-
-@given(seed=st.integers(0, 999), size=st.integers(1, 4))
-def test_shards_sum_to_the_whole(seed, size):
-    rows = supervised(seed, n=5)
-    loss = MultiTurnLoss(MODEL, objective="sft")
-    whole, total = loss(rows)["loss_objective"], loss.total(rows)
-    shards = sum(loss(part, total=total)["loss_objective"] for part in rows.split(size))
-    torch.testing.assert_close(shards, whole)
-    slopes = gradients(MODEL, loss(rows)["loss_objective"])
-    torch.testing.assert_close(gradients(MODEL, shards), slopes, atol=1e-5, rtol=1e-4)
-
-
-def test_weights_do_not_change_the_divisor():
-    rows = supervised(0)
-    loss = MultiTurnLoss(MODEL, objective="sft")
-    plain = loss(rows)["loss_objective"]
-    rows["weights", "full"] = torch.full(rows["tokens", "full"].shape, 0.25)
-    torch.testing.assert_close(loss(rows)["loss_objective"], 0.25 * plain)
-    rows["weights", "full"].zero_()
-    assert loss(rows)["loss_objective"] == 0
 
 
 def test_rows_need_tokens_and_masks_alone_and_nothing_is_said(caplog):

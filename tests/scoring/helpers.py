@@ -37,9 +37,17 @@ def close(got, expected, atol=1e-5, rtol=1e-5):
         torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
 
 
-def tiny(family, **options):
+def assert_same_gradients(got, expected):
+    """The same gradients by name, each up to a share of its largest number."""
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        scale = expected[name].abs().max().clamp(min=0.01)
+        assert (gradient - expected[name]).abs().max() <= 1e-4 * scale, name
+
+
+def tiny(family, seed=0, **options):
     """A tiny language model of a family; the same each time."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     of_text = family + "Text" * (family == "Llama4")
     config = getattr(transformers, f"{of_text}Config")(**_SIZES | options)
     name = _NAMES.get(family, f"{family}ForCausalLM")

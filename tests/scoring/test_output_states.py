@@ -179,29 +179,19 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
     assert sizes[1] <= 32_000
 
 
-class Wrapper(nn.Module):
-    """As DistributedDataParallel is one."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        self.calls.append(kwargs)
-        return self.module(*args, **kwargs)
-
-
 @pytest.mark.parametrize("family", ["Qwen2", "Granite"])
 def test_a_wrapper_is_looked_through_and_called(rows, family):
     options = {"logits_scaling": 4.0} if family == "Granite" else {}
     model = build(family, **options)
-    wrapper = Wrapper(Wrapper(model))
+    wrapper, calls = nn.DataParallel(nn.DataParallel(model)), []
+    wrapper.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["use_cache"]), with_kwargs=True
+    )
     states = output_states(wrapper, INPUTS)
     assert isinstance(states, OutputStates)
     assert states.scale == output_states(model, INPUTS).scale
     assert wrapper not in module.WHOLE_ONLY
-    assert [call["use_cache"] for call in wrapper.calls] == [False]
+    assert calls == [False]
     args = entries(rows())
     for packed in (False, True):
         got = row_log_probs(wrapper, *args, passes=Passes(packed=packed))[0]

@@ -1,11 +1,14 @@
 """Forward passes hold every attended token once, after its row's tokens and no others."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.scoring.packing import forward_passes, micro_batches, packs, put_back
+from tests.refusals import check_refused, refused
+from torchrl_mt.scoring.packing import forward_passes, packs, put_back
 from torchrl_mt.scoring.passes import Passes
 
 
@@ -116,19 +119,6 @@ def test_packing_uneven_rows_computes_half_the_tokens():
     assert count[1] < 1.1 * lengths.sum()
 
 
-def test_values_are_put_back_where_they_come_from():
-    g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 100, (5, 7), generator=g)
-    attended = torch.rand(5, 7, generator=g) < 0.7
-    steps = list(
-        forward_passes(tokens, attended, attended, Passes(packed=True, micro_batch_tokens=7))
-    )
-    got = put_back([s.target.float() for s in steps], [s.place for s in steps], tokens)
-    scored = attended & (attended.cumsum(-1) > 1)
-    assert len(steps) > 1
-    assert torch.equal(got, torch.where(scored, tokens, 0).float())
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_lengths", [False, True])
@@ -142,29 +132,31 @@ def test_without_tokens_there_is_one_pass_that_nothing_is_read_of(shape, packed,
     assert put_back([step.target.float()], [step.place], empty).shape == shape
 
 
-@pytest.mark.parametrize("max_rows", [None, 1, 3, 100])
-@pytest.mark.parametrize("max_tokens", [None, 1, 20, 10_000])
-def test_micro_batches_hold_every_row_once_and_keep_their_limits(max_rows, max_tokens):
-    lengths = torch.randint(0, 15, (23,), generator=torch.Generator().manual_seed(0))
-    parts = micro_batches(lengths, max_rows, max_tokens)
-    assert torch.cat(parts).sort().values.tolist() == list(range(23))
-    for part in parts:
-        assert max_rows is None or len(part) <= max_rows
-        assert max_tokens is None or len(part) == 1 or len(part) * lengths[part].max() <= max_tokens
+LIMIT, NUMBER = "must be at least 1 or None, got", "temperature must be"
+DTYPE = "dtype must be torch.bfloat16, torch.float16 or None, got"
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "call"),
+    ("call", "error", "text"),
     [
-        ("micro_batch_tokens must be at least 1", ValueError, lambda: Passes(micro_batch_tokens=0)),
-        ("micro_batch_size must be at least 1", ValueError, lambda: Passes(micro_batch_size=-1)),
-        ("dtype must be", ValueError, lambda: Passes(dtype=torch.float64)),
-        ("passes must be of class Passes", TypeError, lambda: Passes.checked({"packed": True})),
+        refused(f"micro_batch_tokens {LIMIT} 0", Passes, micro_batch_tokens=0),
+        refused(f"micro_batch_size {LIMIT} -1", Passes, micro_batch_size=-1),
+        *(
+            refused(f"{DTYPE} {dtype}", Passes, dtype=dtype)
+            for dtype in (torch.float64, torch.float32, torch.int8)
+        ),
+        refused("head_dtype must be torch.float32", Passes, head_dtype=torch.float16),
+        refused(f"{NUMBER} positive, got 0", Passes, temperature=0),
+        *(
+            refused(f"{NUMBER} finite, got {x}", Passes, temperature=x)
+            for x in (math.inf, math.nan)
+        ),
+        refused(f"{NUMBER} a number, got '1'", Passes, temperature="1", error=TypeError),
+        refused("passes must be of class", Passes.checked, {"packed": True}, error=TypeError),
     ],
 )
-def test_bad_settings_of_passes_are_refused_by_name(text, error, call):
-    with pytest.raises(error, match=text):
-        call()
+def test_bad_settings_of_passes_are_refused_by_name(call, error, text):
+    check_refused(call, error, text)
 
 
 def passes_over(lengths, with_lengths=False, **limits):

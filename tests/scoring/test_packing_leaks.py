@@ -150,14 +150,6 @@ def test_a_leak_that_has_no_gradient_is_refused_where_it_is_more_than_rounding()
     assert packing_fault(Table(detached), TOKENS) is not None
 
 
-class NoGradient(Table):
-    """As a kernel that has no backward pass."""
-
-    def forward(self, *args, **kwargs):
-        with torch.no_grad():
-            return super().forward(*args, **kwargs)
-
-
 class Backless(torch.autograd.Function):
     """A kernel that has no backward pass."""
 
@@ -182,7 +174,7 @@ def test_where_the_gradient_is_none_not_a_bit_may_change(kernel):
         return out
 
     assert packing_fault(model(of_rows(lambda a, b: a == b)), TOKENS) is None
-    assert packing_fault(model(of_rows(lambda a, b: a < b)), TOKENS) is not None
+    assert "see each other" in packing_fault(model(of_rows(lambda a, b: a < b)), TOKENS)
 
 
 def test_a_leak_far_below_rounding_is_a_leak():
@@ -192,12 +184,9 @@ def test_a_leak_far_below_rounding_is_a_leak():
     assert "see each other" in packing_fault(Table(less), TOKENS)
 
 
-def test_without_a_gradient_not_a_bit_may_change():
-    apart = of_rows(lambda a, b: a == b)
-    assert packing_fault(NoGradient(apart), TOKENS) is None
-    assert "see each other" in packing_fault(NoGradient(of_rows(lambda a, b: a < b)), TOKENS)
+def test_models_are_told_apart_in_inference_mode_too():
     with torch.inference_mode():
-        assert packing_fault(Table(apart), TOKENS.clone()) is None
+        assert packing_fault(Table(of_rows(lambda a, b: a == b)), TOKENS.clone()) is None
         assert packing_fault(Table(of_rows(lambda a, b: a < b)), TOKENS.clone()) is not None
 
 

@@ -136,20 +136,27 @@ def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+class Bigram(nn.Module):
+    """Logits that depend on one token alone."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table = nn.Embedding(24, 24, **options)
+
+    def forward(self, input_ids, attention_mask):
+        assert attention_mask.any(-1).all(), "attention over nothing is not a number"
+        return self.table(input_ids)
+
+
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_half_precision_logits_are_divided_in_float32(rows, with_entropy):
-    table = nn.Embedding(24, 24, dtype=torch.bfloat16)
-    nn.init.normal_(table.weight, std=5.0)
-
-    class Bigram(nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return table(input_ids)
-
+    model = Bigram(dtype=torch.bfloat16)
+    nn.init.normal_(model.table.weight, std=5.0)
     tokens, attention, mask = entries(rows())
     got = row_log_probs(
-        Bigram(), tokens, attention, mask, passes=Passes(temperature=0.7, with_entropy=with_entropy)
+        model, tokens, attention, mask, passes=Passes(temperature=0.7, with_entropy=with_entropy)
     )[0]
-    log_p = (table.weight.detach().double() / 0.7).log_softmax(-1)
+    log_p = (model.table.weight.detach().double() / 0.7).log_softmax(-1)
     expected = torch.where(mask[:, 1:], log_p[tokens[:, :-1], tokens[:, 1:]], 0.0)
     torch.testing.assert_close(got[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -188,15 +195,6 @@ def test_a_wrapper_is_its_model(model, rows, tokenizer):
 
 
 def test_any_module_with_logits_will_do(rows):
-    class Bigram(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(24, 24)
-
-        def forward(self, input_ids, attention_mask):
-            assert attention_mask.any(-1).all(), "attention over nothing is not a number"
-            return self.table(input_ids)
-
     model, batch = Bigram(), rows()
     batch["masks", "all_attention_mask"][1] = False
     batch["masks", "all_assistant_mask"][1] = False
@@ -217,9 +215,6 @@ def test_any_module_with_logits_will_do(rows):
         ),
         ({"actor": print}, TypeError, "actor must be a causal language model"),
         ({"tokens": torch.zeros(12).long()}, ValueError, "tokens must have shape"),
-        ({"temperature": 0}, ValueError, "temperature must be positive"),
-        ({"dtype": torch.float32}, ValueError, "float16 or None, got"),
-        ({"micro_batch_tokens": 0}, ValueError, "micro_batch_tokens must be at least 1"),
         ({"actor": nn.Linear(2, 2), "packed": True}, ValueError, "pass packed=False"),
     ],
 )
@@ -331,5 +326,3 @@ def test_the_output_layer_may_be_in_float32(model, rows):
     rough, _ = row_log_probs(half, *batch)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert (rough - expected).abs().max() > 1e-4
-    with pytest.raises(ValueError, match=r"head_dtype must be torch\.float32 or None"):
-        Passes(head_dtype=torch.float16)

@@ -18,16 +18,27 @@ TIMES = ("time/", "tokens_per_second", "weights/push_seconds", "waiting/")
 """Names of logged numbers that depend on the time."""
 
 
+def tiny(words=WORDS):
+    """A tiny model with random weights, and its tokenizer."""
+    return tiny_chat_model(words, hidden_size=16, intermediate_size=32)
+
+
+def save_tiny(folder, words=WORDS):
+    """Save such a model, the same each time."""
+    torch.manual_seed(0)
+    for part in tiny(words):
+        part.save_pretrained(folder)
+
+
 def policy(seed=0, **kwargs):
     """A tiny model with random weights, in training as a whole unless ``kwargs`` say otherwise."""
     torch.manual_seed(seed)
-    model, tokenizer = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
-    return pretrained.load(model, tokenizer, **{"lora": False, "lr": 1e-2, **kwargs})
+    return pretrained.load(*tiny(), **{"lora": False, "lr": 1e-2, **kwargs})
 
 
 def value_model(seed=0):
     torch.manual_seed(seed)
-    return ValueModel.from_model(tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)[0])
+    return ValueModel.from_model(tiny()[0])
 
 
 def is_low(messages, item):

@@ -6,12 +6,10 @@ import inspect
 import re
 
 import pytest
-import torch
 
 from tests.tiers import slow
-from tests.trainers.runs import WORDS, same, weights
+from tests.trainers.runs import same, save_tiny, weights
 from torchrl_mt.__main__ import main
-from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.trainers import MultiTurnTrainer
 from torchrl_mt.trainers import config_file as module
 from torchrl_mt.trainers import trainer as trainer_module
@@ -57,10 +55,7 @@ def write(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "plot_run", lambda folder: "left out")
     monkeypatch.syspath_prepend(tmp_path)  # and so it is removed
     monkeypatch.delitem(__import__("sys").modules, "tasks_of_a_run", raising=False)
-    torch.manual_seed(0)
-    model, tokenizer = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model")
     (tmp_path / "tasks_of_a_run.py").write_text(TASK)
     (tmp_path / "tasks_of_a_run_later.py").write_text("VALUE = 1.0\n")
 

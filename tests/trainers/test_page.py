@@ -10,9 +10,8 @@ import torch
 
 import torchrl_mt as mt
 from tests.collectors.test_pages import code_of
-from tests.trainers.runs import is_low, policy, same, trainer, weights
+from tests.trainers.runs import is_low, policy, same, save_tiny, trainer, weights
 from torchrl_mt.__main__ import main
-from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.trainers import trainer as module
 from torchrl_mt.trainers.config_file import trainer_from_file
 from torchrl_mt.view.run_files import read_run
@@ -27,10 +26,7 @@ def beside_a_model(tmp_path, monkeypatch):
     """Work in a folder with a tiny model, which stands for the pages' one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "plot_run", lambda folder: "left out")
-    torch.manual_seed(0)
-    model, tokenizer = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
-    model.save_pretrained("model")
-    tokenizer.save_pretrained("model")
+    save_tiny("model", WORDS)
 
 
 def code(section, page=PAGE, number=0, language="python"):

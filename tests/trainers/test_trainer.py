@@ -26,7 +26,9 @@ from tests.trainers.runs import (
     logged,
     policy,
     same,
+    save_tiny,
     stop,
+    tiny,
     trainer,
     value_model,
     weights,
@@ -37,7 +39,6 @@ from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
-from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.trainers import MultiTurnTrainer
 from torchrl_mt.trainers import trainer as module
 from torchrl_mt.transforms import MergeTurns
@@ -160,11 +161,9 @@ def test_the_curves_are_drawn(tmp_path, capsys):
     assert Path(path.removeprefix("curves: ")).exists()
 
 
-def test_the_folder_has_the_log_and_the_pages(tmp_path, capsys):
+def test_the_log_has_the_settings_and_the_result_is_printed(tmp_path, capsys):
     made = trainer(tmp_path / "run", eval_data=EVAL, loggers=("csv",), updates=1)
     made.train()
-    names = {each.name for each in (tmp_path / "run").iterdir()}
-    assert {"metrics.jsonl", "run.json", "before.html", "after.html", "checkpoints", "csv"} <= names
     assert read_run(tmp_path / "run").facts["config"] == {
         "episodes_per_batch": 6,
         "group_size": 1,
@@ -179,8 +178,7 @@ def test_the_folder_has_the_log_and_the_pages(tmp_path, capsys):
 
 def test_plain_text_is_scored_if_the_words_are_known(tmp_path):
     words = " ".join([*WORDS, *pretrained.PLAIN_TEXT])
-    model, tokenizer = tiny_chat_model(words, hidden_size=16, intermediate_size=32)
-    made = trainer(tmp_path, model=pretrained.load(model, tokenizer, lora=False), updates=1)
+    made = trainer(tmp_path, model=pretrained.load(*tiny(words), lora=False), updates=1)
     assert sorted(made.train()) == ["nll_after", "nll_before"]
 
 
@@ -494,10 +492,8 @@ def test_the_temperature_of_sampling_is_that_of_the_scores(tmp_path):
 
 
 def test_a_loaded_model_and_one_with_adapters_are_taken(tmp_path):
-    model, tokenizer = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    folder = str(tmp_path / "model")
+    folder, (model, _) = str(tmp_path / "model"), tiny()
+    save_tiny(folder)
     by_name = trainer(tmp_path / "a", model=folder, lora=False, lr=1e-3, device="cpu")
     assert by_name.optimizer.param_groups[0]["lr"] == 1e-3
     model.config.name_or_path = folder
@@ -548,7 +544,7 @@ def test_wrong_arguments_are_named(kwargs, error, message, tmp_path):
 
 
 def test_a_model_without_a_name_needs_its_tokenizer(tmp_path):
-    model, _ = tiny_chat_model(WORDS, hidden_size=16, intermediate_size=32)
+    model, _ = tiny()
     with pytest.raises(TypeError, match="tokenizer must be given"):
         trainer(tmp_path, model=model)
 

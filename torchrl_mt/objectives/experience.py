@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -59,9 +59,6 @@ from torchrl_mt.scoring.row_trees import tree_ratio
 from torchrl_mt.scoring.row_vision import image_keys
 from torchrl_mt.scoring.served_teacher import TokenScorer, check_teacher, served_log_probs
 from torchrl_mt.scoring.values import check_critic, row_values
-
-if TYPE_CHECKING:
-    pass
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -433,6 +430,13 @@ class ExperienceMaker(TensorDictModuleBase):
     def _scores(self, batch: RowBatch, reward: Tensor | None) -> dict[str, Tensor]:
         """Score rows with the models: results by key name, with the ``"reward"`` if there is one."""
         out: dict[str, Tensor] = {} if reward is None else {"reward": reward}
+
+        def keep(
+            name: str, value: Tensor | None, where: Tensor = batch.scored, of: str | None = None
+        ) -> None:
+            if value is not None:
+                out[name] = batch.finite_float(of or name, value, where, MODEL_FAULT)
+
         if self.old_log_probs == "sampler":
             old = batch.read("sampler_log_prob")
             out["sample_log_prob"] = self._sampler_log_probs(batch)
@@ -441,20 +445,12 @@ class ExperienceMaker(TensorDictModuleBase):
             log_prob, entropy, norm = self._score(self.actor, batch, self.passes, with_norms)
             if self.old_log_probs == "actor":
                 old = log_prob
-                out["sample_log_prob"] = batch.finite_float(
-                    "sample_log_prob", old, batch.scored, MODEL_FAULT
-                )
-            if entropy is not None:
-                out["entropy"] = batch.finite_float("entropy", entropy, batch.scored, MODEL_FAULT)
-            if norm is not None:
-                out["gradient_norm"] = batch.finite_float(
-                    "sample_log_prob", norm, batch.scored, MODEL_FAULT
-                )
+                keep("sample_log_prob", old)
+            keep("entropy", entropy)
+            keep("gradient_norm", norm, of="sample_log_prob")
         if self.ref is not None:
             ref = self._score_other(self.ref, batch)
-            out["ref_log_probs"] = batch.finite_float(
-                "ref_log_probs", ref, batch.scored, MODEL_FAULT
-            )
+            keep("ref_log_probs", ref)
             # From the models' own values: a 0 written for NaN is no log-probability.
             kl = kl_estimate(old.float(), ref, self.kl_kind, old_log_prob=old)
             kl = torch.where(scored_tokens(batch.attention_mask, batch.mask), kl, 0.0)
@@ -462,15 +458,11 @@ class ExperienceMaker(TensorDictModuleBase):
                 "kl", kl, batch.scored, "the policies are too far apart."
             )
         if self.teacher is not None:
-            said = self._score_other(self.teacher, batch)
-            out["teacher_log_probs"] = batch.finite_float(
-                "teacher_log_probs", said, batch.scored, MODEL_FAULT
-            )
+            keep("teacher_log_probs", self._score_other(self.teacher, batch))
         if self.critic is not None:
             value, end = self._values(self.critic, batch)
-            out["value"] = batch.finite_float("value", value, batch.counted, MODEL_FAULT)
-            if end is not None:
-                out["end_value"] = batch.finite_float("value", end, batch.counted, MODEL_FAULT)
+            keep("value", value, batch.counted)
+            keep("end_value", end, batch.counted, of="value")
         return out
 
     def _outputs(

@@ -36,7 +36,7 @@ def dynamic_sampling(rows: TensorDictBase) -> TensorDictBase:
     Returns:
         The rows with ``("weights", "full")``.
     """
-    return _weighted(rows, dynamic_sampling_mask(*_scores(rows), valid=_valid(rows)))
+    return _weighted(rows, dynamic_sampling_mask(*_scores(rows), valid=valid_rows(rows)))
 
 
 def clip_filter(rows: TensorDictBase, *, max_weight: float = 3.0) -> TensorDictBase:
@@ -51,7 +51,7 @@ def clip_filter(rows: TensorDictBase, *, max_weight: float = 3.0) -> TensorDictB
     Returns:
         The rows with ``("weights", "full")``.
     """
-    weight = clip_filter_weight(*_scores(rows), valid=_valid(rows), max_weight=max_weight)
+    weight = clip_filter_weight(*_scores(rows), valid=valid_rows(rows), max_weight=max_weight)
     return _weighted(rows, weight)
 
 
@@ -72,7 +72,7 @@ def top_entropy(rows: TensorDictBase, *, rho: float = 0.2) -> TensorDictBase:
         read_entry(rows, ExperienceKeys.attention_mask),
         read_entry(rows, ExperienceKeys.assistant_mask),
     )
-    return _weighted(rows, entropy_mask(entropy, mask & _valid(rows).unsqueeze(-1), rho))
+    return _weighted(rows, entropy_mask(entropy, mask & valid_rows(rows).unsqueeze(-1), rho))
 
 
 FILTERS: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
@@ -106,10 +106,13 @@ def _unbound(function: object) -> object:
 def _weighted(rows: TensorDictBase, factor: Tensor) -> TensorDictBase:
     """Multiply the weight of each token by a factor, ``[N]`` or ``[N, S]``."""
     mask = read_entry(rows, ExperienceKeys.assistant_mask)
-    weight = rows.get(ExperienceKeys.weight, mask).float()
-    weight = weight if weight.ndim == 2 else weight.unsqueeze(-1)
-    factor = factor.float() if factor.ndim == 2 else factor.float().unsqueeze(-1)
-    return rows.set(ExperienceKeys.weight, torch.where(mask, weight * factor, 0.0))
+    weight = per_token(rows.get(ExperienceKeys.weight, mask)) * per_token(factor)
+    return rows.set(ExperienceKeys.weight, torch.where(mask, weight, 0.0))
+
+
+def per_token(weight: Tensor) -> Tensor:
+    """Convert weights ``[N]`` or ``[N, S]`` to float32 that broadcasts with tokens."""
+    return weight.float() if weight.ndim == 2 else weight.float().unsqueeze(-1)
 
 
 def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -118,5 +121,6 @@ def _scores(rows: TensorDictBase) -> tuple[Tensor, Tensor]:
     return score, read_entry(rows, ExperienceKeys.group)
 
 
-def _valid(rows: TensorDictBase) -> Tensor:
+def valid_rows(rows: TensorDictBase) -> Tensor:
+    """Which rows are valid, ``[N]`` bool."""
     return read_valid(rows, ExperienceKeys.valid, read_entry(rows, ExperienceKeys.assistant_mask))

@@ -579,8 +579,7 @@ class _Rows:
         if images is not None:
             own = sent(index, images.first.device)
             images = replace(images, first=images.first[own], count=images.count[own])
-        tokens, attended, trained, scored = (x[index] for x in self.on_host)
-        on_host = tokens, attended, trained, scored
+        on_host = tuple(x[index] for x in self.on_host)
         return _Rows(entries, self.mask[there], on_host, images)
 
 

@@ -40,7 +40,7 @@ FLOATING = (
 """Entries that are converted to float32 and must be finite on the tokens that count."""
 LOG_PROBS = ("sample_log_prob", "sampler_log_prob", "ref_log_probs")
 """Entries that are log-probabilities."""
-OnHost = tuple[Tensor, Tensor, Tensor, Tensor]
+OnHost = tuple[Tensor, ...]
 """``[N, S]`` on the CPU: tokens, attention mask, trained tokens, and all tokens to score."""
 _FIX = "Drop these rows, or fix what wrote them."
 

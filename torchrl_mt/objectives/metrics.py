@@ -6,7 +6,7 @@ Rows of rejected episodes, masked tokens and padding never count.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ def merge_summaries(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = {"mean": mean, "std": math.sqrt(square), "count": float(count)}
         out |= {f"{name}/{key}": value for key, value in values.items()}
     return out
+
+
+def numbered(name: str, others: Iterable[str]) -> str:
+    """The name in metrics; the second of a name gets ``#2``.
+
+    Examples:
+        >>> numbered("judge", ["judge", "length"])
+        'judge#2'
+    """
+    same = sum(other == name or other.startswith(f"{name}#") for other in others)
+    return f"{name}#{same + 1}" if same else name
 
 
 def sampled_tokens(batch: RowBatch) -> dict[str, float]:

@@ -11,8 +11,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -97,11 +98,12 @@ class ExperiencePipeline:
         self._version = version
         self._taken = 0
         self._snapshot: Snapshot | None = None
-        self._line = _Line()
+        self._orders: SimpleQueue[_Item | None] = SimpleQueue()
+        self._line: deque[Future[_Made | None]] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
         # Also runs when the pipeline is collected: its thread must not wait for ever.
-        self._closer = weakref.finalize(self, self._line.close)
+        self._closer = weakref.finalize(self, _close, self._orders, self._line)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         return self
@@ -118,30 +120,36 @@ class ExperiencePipeline:
         order = self._order()
         if self._thread is None:
             for _ in range(self.depth):
-                self._line.put(order)
+                self._put(order)
             self._thread = threading.Thread(
                 target=_work,
-                args=(self._line, self._source, _cuda_device()),
+                args=(self._orders, self._source, _cuda_device()),
                 name="torchrl_mt-experience",
                 daemon=True,
             )
             self._thread.start()
-        # An interrupt while waiting takes nothing: the next call goes on.
-        taken = self._line.take()
         try:
-            made = None if taken is None else taken.result()
-        except BaseException:
-            self._is_over = True
-            raise
+            # An interrupt while waiting takes nothing: the next call goes on.
+            self._line[0].exception()
+            taken = self._line.popleft()
+        except (CancelledError, IndexError):  # It was closed meanwhile.
+            raise StopIteration from None
+        self._is_over = True
+        made = taken.result() if self._closer.alive else None
         if made is None:
-            self._is_over = True
             raise StopIteration
-        self._line.put(order)
+        self._is_over = False
+        self._put(order)
         self._taken += 1
         self.maker.metrics = made.metrics | {
             "staleness/scored": float(order.version - made.version)
         }
         return made.rows
+
+    def _put(self, order: _Order) -> None:
+        """Order a batch."""
+        self._line.append(Future())
+        self._orders.put((order, self._line[-1]))
 
     def _order(self) -> _Order:
         """Make the order for a batch, with the weights of now."""
@@ -169,7 +177,10 @@ class ExperiencePipeline:
         self._closer()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._line.wait_for_scoring()
+            for made in list(self._line):
+                if made.running():
+                    made.exception()
+            self._line.clear()
 
     def __enter__(self) -> ExperiencePipeline:
         return self
@@ -210,97 +221,48 @@ class _Made:
     version: int
 
 
-class _Line:
-    """Orders to the thread, and what it made of them, in order."""
-
-    def __init__(self) -> None:
-        self._orders: deque[_Order] = deque()
-        self._made: deque[Future[_Made | None]] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = self._is_scoring = False
-
-    def put(self, order: _Order) -> None:
-        """Order a batch."""
-        with self._changed:
-            self._orders.append(order)
-            self._changed.notify_all()
-
-    def take(self) -> Future[_Made | None] | None:
-        """Wait for the next batch, error or end; ``None`` after closing."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._made)
-            return None if self._is_closed else self._made.popleft()
-
-    def next_order(self) -> _Order | None:
-        """Wait for an order; ``None`` after closing."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._orders)
-            return None if self._is_closed else self._orders.popleft()
-
-    def score(self, order: _Order, batch: Any) -> bool:
-        """Score a batch, unless closed; return whether to go on."""
-        with self._changed:
-            if self._is_closed:
-                return False
-            self._is_scoring = True
-        made: Future[_Made | None] = Future()
-        try:
-            settle(made, order.fill, batch)
-        finally:
-            with self._changed:
-                self._is_scoring = False
-                self._changed.notify_all()
-        self.hand_over(made)
-        return made.exception() is None
-
-    def hand_over(self, made: Future[_Made | None]) -> None:
-        """Put a result at the end of the line; after closing nobody takes it."""
-        with self._changed:
-            if not self._is_closed:
-                self._made.append(made)
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Take no more orders, and drop what was made."""
-        with self._changed:
-            self._is_closed = True
-            self._orders.clear()
-            dropped = list(self._made)
-            self._made.clear()
-            self._changed.notify_all()
-        for made in dropped:
-            if made.exception() is not None:
-                _logger.warning(
-                    "the batch after the last that was taken failed.", exc_info=made.exception()
-                )
-
-    def wait_for_scoring(self) -> None:
-        """Wait until no batch is scored."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_scoring)
+_Item = tuple[_Order, "Future[_Made | None]"]
+"""An order, and what becomes of it: a batch, an error, or ``None`` at the source's end."""
 
 
-def _work(line: _Line, source: Iterable[Any], device: int | None) -> None:
+def _close(orders: SimpleQueue[_Item | None], line: Iterable[Future[_Made | None]]) -> None:
+    """Cancel the orders that are not being filled, and drop what was made."""
+    orders.put(None)
+    for made in list(line):
+        if not made.cancel() and made.done() and made.exception() is not None:
+            _logger.warning(
+                "the batch after the last that was taken failed.", exc_info=made.exception()
+            )
+
+
+def _work(orders: SimpleQueue[_Item | None], source: Iterable[Any], device: int | None) -> None:
     """Fill orders with the source's batches, until its end, an error or closing."""
     if device is not None:
         torch.cuda.set_device(device)
-    end: Future[_Made | None] = Future()
-    try:
-        iterator = iter(source)
-        while (order := line.next_order()) is not None:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                break
-            if not line.score(order, batch):
-                break
-            del order, batch  # Not kept while waiting.
-        if iterator is not source and hasattr(iterator, "close"):
-            iterator.close()  # Here: no other thread may close a generator that runs in this one.
-        end.set_result(None)
-    except BaseException as error:
-        end.set_exception(error)
-    line.hand_over(end)
+    iterator: Iterator[Any] | None = None
+    while (item := orders.get()) is not None and not item[1].cancelled():
+        order, made = item
+        end: BaseException | None = None
+        try:
+            iterator = iter(source) if iterator is None else iterator
+            batch = next(iterator)
+        except BaseException as error:
+            end = error
+        # Running only while a batch is scored: nobody waits for the source.
+        if not made.set_running_or_notify_cancel():
+            break
+        if isinstance(end, StopIteration):
+            made.set_result(None)
+            break
+        if end is not None:
+            made.set_exception(end)
+            return
+        settle(made, order.fill, batch)
+        if made.exception() is not None:
+            break
+        del item, order, made, batch  # Not kept while waiting.
+    if iterator is not None and iterator is not source and hasattr(iterator, "close"):
+        iterator.close()  # Here: no other thread may close a generator that runs in this one.
 
 
 def _check_apart(maker: ExperienceMaker) -> None:

@@ -21,10 +21,10 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_mt.devices import on_cpu, sent
-from torchrl_mt.objectives.filters import is_filter
+from torchrl_mt.objectives.filters import is_filter, per_token, valid_rows
+from torchrl_mt.objectives.metrics import numbered
 from torchrl_mt.objectives.rows.batch import RowBatch, read_batch
 from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
-from torchrl_mt.objectives.rows.reading import read_valid
 
 Process = Callable[[TensorDictBase], TensorDictBase]
 """Function from rows to rows. It gets a copy of the scored rows, under the default keys, with rewards
@@ -101,12 +101,12 @@ def process_rows(
                 "its rows."
             )
         metrics[f"{name}/dropped_rows"] = float(len(shown) - len(result))
-        before = _valid(shown)[torch.searchsorted(shown[_ROW], result[_ROW])]
-        if bool((_valid(result) & ~before).any()):
+        before = valid_rows(shown)[torch.searchsorted(shown[_ROW], result[_ROW])]
+        if bool((valid_rows(result) & ~before).any()):
             raise ValueError(
                 f"{name} must leave 'valid' false where it is: these rows have no rewards."
             )
-        metrics[f"{name}/rejected_rows"] = float((before & ~_valid(result)).sum())
+        metrics[f"{name}/rejected_rows"] = float((before & ~valid_rows(result)).sum())
         whole = kept
         shown = result
     rows, keys = batch.rows[shown[_ROW]], batch.keys
@@ -120,8 +120,8 @@ def process_rows(
     left = read_batch(rows, keys)
     number = shown[_ROW].cpu()
     if (weight := shown.get(ExperienceKeys.weight, None)) is not None:
-        weight = weight.float() if weight.ndim == 2 else weight.float().unsqueeze(-1)
-        rows.set(keys.weight, torch.where(sent(left.counted, weight.device), weight, 0.0))
+        counted = sent(left.counted, weight.device)
+        rows.set(keys.weight, torch.where(counted, per_token(weight), 0.0))
         written.append(keys.weight)
     if reward is not None:
         reward = torch.where(left.counted, shown[_REWARD].cpu().float(), 0.0)
@@ -168,7 +168,7 @@ def _checked(name: str, result: Any, given: TensorDictBase) -> TensorDictBase:
     _check_reward(name, result)
     _check_weight(name, result, same)
     try:
-        _valid(result)
+        valid_rows(result)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
     return result
@@ -248,16 +248,11 @@ def _scores(shown: TensorDictBase, batch: RowBatch) -> Tensor:
     return sent(total.float()[of_row], batch.device)
 
 
-def _valid(rows: TensorDictBase) -> Tensor:
-    return read_valid(rows, ExperienceKeys.valid, rows[ExperienceKeys.assistant_mask])
-
-
 def _names(functions: Sequence[Process]) -> list[str]:
-    """Name the functions in errors and metrics; the second of a name gets ``#2``."""
+    """Name the functions in errors and metrics."""
     names: list[str] = []
     for one in functions:
         inner = getattr(one, "func", one)
         name = f"process/{getattr(inner, '__name__', type(inner).__name__)}"
-        same = sum(other == name or other.startswith(f"{name}#") for other in names)
-        names.append(f"{name}#{same + 1}" if same else name)
+        names.append(numbered(name, names))
     return names

@@ -27,19 +27,24 @@ class Warnings:
     """The warnings of one :class:`~torchrl_mt.objectives.ExperienceMaker`, each given once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
-        self._versions = VersionWatch()
+        self._over: set[str] = set()
+        """What was said, or will not be any more."""
         self._flat = 0
         """Batches without an advantage in a row."""
+        self._version: int | None = None
+        """The first batch's weight version."""
+        self._highest = self._batches = 0
+        """The highest episode id, and the number of batches of new episodes from that version."""
+        self._weights = torch.empty(0, device="cpu")
 
     def of_advantage(self, batch: RowBatch, advantage: Tensor, weight: Tensor | None) -> None:
         """Warn if the weighted advantage ``[N, S]`` was 0 on all trained tokens for some batches."""
         counts = advantage if weight is None else advantage * weight
-        if "advantage" in self._said or not bool(batch.scored.any()):
+        if "advantage" in self._over or not bool(batch.scored.any()):
             return
         self._flat = 0 if bool(counts[batch.scored].any()) else self._flat + 1
         if self._flat == _BATCHES:
-            self._said.add("advantage")
+            self._over.add("advantage")
             _logger.warning(
                 "The advantage%s was 0 on all trained tokens of %d batches in a row, so nothing was "
                 "learned: the episodes that are compared had equal rewards. If all are right, the task "
@@ -51,7 +56,7 @@ class Warnings:
 
     def of_gamma(self, batch: RowBatch, gamma: float) -> None:
         """Warn if the rows' own returns, which are used, were not discounted by ``gamma``."""
-        if "gamma" in self._said or not bool(batch.counted.any()):
+        if "gamma" in self._over or not bool(batch.counted.any()):
             return
         if batch.has("reward"):
             reward = torch.where(batch.counted, batch.read("reward").float(), 0.0)
@@ -59,7 +64,7 @@ class Warnings:
             asked, used = asked[batch.counted], batch.turn_returns()[batch.counted]
             if bool(((asked - used).abs() <= 1e-3 * used.abs().max()).all()):
                 return
-        self._said.add("gamma")
+        self._over.add("gamma")
         _logger.warning(
             "gamma=%s does not discount the rewards: the rows carry returns, %r, that were made with "
             "another gamma (of DiscountedReturn, in the writer or the buffer), and these are used. "
@@ -69,9 +74,30 @@ class Warnings:
         )
 
     def of_versions(self, batch: RowBatch, actor: nn.Module) -> None:
-        """Warn if new episodes keep coming from one weight version while the actor is trained."""
-        version = self._versions(batch, actor)
-        if version is not None:
+        """Warn if new episodes keep coming from one weight version while the actor is trained.
+
+        An episode is new if its id is above all earlier ones. Repeated episodes (epochs), mostly old
+        episodes (a buffer) and unchanged weights do not count. The watch ends at the first other
+        version: the sampler does get new weights.
+        """
+        if "versions" in self._over or not bool(batch.counted.any()):
+            return
+        version = int(batch.read("versions")[batch.counted].max())
+        if version < 0:
+            return
+        episodes = batch.episode_id[batch.valid].unique()
+        is_new = True
+        if self._version is None:
+            self._version = version
+        else:
+            is_new = float((episodes > self._highest).double().mean()) >= _NEW
+        self._highest = max(self._highest, int(episodes.max()))
+        if version != self._version:
+            self._over.add("versions")
+        elif is_new and not torch.equal(weights := some_weights(actor), self._weights):
+            self._batches, self._weights = self._batches + 1, weights
+        if self._batches == _BATCHES:
+            self._over.add("versions")
             _logger.warning(
                 "%r has been %d in %d batches of new episodes, though the actor's weights changed "
                 "between them: the sampler did not get the new weights. Call "
@@ -101,45 +127,6 @@ def warn_of_mode(model: nn.Module) -> None:
             "transformers does not checkpoint: it saves no memory. Call actor.train(); its dropout must "
             "be 0 then."
         )
-
-
-class VersionWatch:
-    """Detector of batches of new episodes that all come from the first batch's weight version.
-
-    An episode is new if its id is above all earlier ones. Repeated episodes (epochs), mostly old
-    episodes (a buffer) and unchanged weights do not count. The watch ends at the first other version:
-    the sampler does get new weights.
-    """
-
-    def __init__(self) -> None:
-        self._over = False
-        self._version: int | None = None
-        self._highest = 0
-        self._batches = 0
-        self._weights = torch.empty(0, device="cpu")
-
-    def __call__(self, batch: RowBatch, actor: nn.Module) -> int | None:
-        """Check a batch; return the version, once, when too many batches had it."""
-        if self._over or not bool(batch.counted.any()):
-            return None
-        version = int(batch.read("versions")[batch.counted].max())
-        if version < 0:
-            return None
-        episodes = batch.episode_id[batch.valid].unique()
-        is_new = True
-        if self._version is None:
-            self._version = version
-        else:
-            is_new = float((episodes > self._highest).double().mean()) >= _NEW
-        self._highest = max(self._highest, int(episodes.max()))
-        if version != self._version:
-            self._over = True
-        elif is_new and not torch.equal(weights := some_weights(actor), self._weights):
-            self._batches, self._weights = self._batches + 1, weights
-            if self._batches == _BATCHES:
-                self._over = True
-                return version
-        return None
 
 
 def some_weights(model: nn.Module) -> Tensor:

@@ -6,6 +6,9 @@ batch, padded or packed, change nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper
@@ -26,7 +29,7 @@ from torchrl_mt.scoring.packing import ForwardPass, put_back
 from torchrl_mt.scoring.packing_check import passes_over
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_vision import vision_model
-from torchrl_mt.scoring.sharded_head import scores_inside
+from torchrl_mt.scoring.sharded_head import Scores, scores_inside
 from torchrl_mt.scoring.token_log_probs import log_probs_at
 from torchrl_mt.vision import RowImages
 
@@ -135,19 +138,20 @@ def row_scores(
     if distillation is not None:
         top = _top_tokens(distillation, tokens, attention_mask, mask, images, passes)
         full_logits |= is_sharded(model)
+    scorer = _Scorer(model, passes, full_logits)
     places: list[Tensor] = []
     scores: list[list[Tensor]] = [[], [], [], []]
     for step in passes_over(model, tokens, attention_mask, mask, passes, images):
         places.append(step.place)
         norms: list[Tensor] | None = [] if with_norms else None
-        found = _run(model, step, passes, full_logits, norms)
-        log_prob, entropy = _score(model, step, found, passes, norms)
+        found = scorer.run(step, norms)
+        log_prob, entropy = scorer.score(step, found, norms)
         scores[0].append(log_prob)
         if entropy is not None:
             scores[1].append(entropy)
         if top is not None and distillation is not None:
             ids, teacher = top.at(step.place, log_prob.device)
-            _, policy = _score_several(model, step, found, passes, ids)
+            _, policy = scorer.score_several(step, found, ids)
             scores[2].append(top_divergence(policy, teacher, distillation.kind))
         if norms is not None:
             scores[3].append(torch.cat([log_prob.new_empty(0), *norms]))
@@ -169,11 +173,11 @@ def _top_tokens(
 ) -> TopTokens:
     """Find the teacher's likeliest tokens at the sampled tokens of rows."""
     teacher = causal_lm(distillation.teacher)
+    scorer = _Scorer(teacher, passes, full_logits=is_sharded(teacher))
     parts, places = [], []
     with scoring_mode(teacher):
         for step in passes_over(teacher, tokens, attention_mask, mask, passes, images):
-            found = _run(teacher, step, passes, is_sharded(teacher))
-            parts.append(_score_several(teacher, step, found, passes, distillation.top_k))
+            parts.append(scorer.score_several(step, scorer.run(step), distillation.top_k))
             places.append(step.place)
     place = torch.cat(places)
     line = place.new_zeros(tokens.numel())
@@ -182,100 +186,84 @@ def _top_tokens(
     return TopTokens(ids, log_probs, line)
 
 
-def _run(
-    model: nn.Module,
-    step: ForwardPass,
-    passes: Passes,
-    full_logits: bool,
-    norms: list[Tensor] | None = None,
-) -> OutputStates | Tensor | tuple[Tensor, Tensor | None]:
-    """Run a pass: states, logits, or the scores of a model that is whole only inside its pass."""
-    if full_logits:
-        return whole_logits(model, step.inputs, passes.dtype)
-    if is_sharded(model):
-        return scores_inside(
-            model,
-            step.inputs,
-            passes.dtype,
-            lambda states: _score_states(model, step, states, passes, norms),
+_Found = OutputStates | Tensor | Scores
+"""States, logits, or the scores of a model that is whole only inside its pass."""
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """A model whose passes are scored."""
+
+    model: nn.Module
+    passes: Passes
+    full_logits: bool
+
+    def run(self, step: ForwardPass, norms: list[Tensor] | None = None) -> _Found:
+        """Run a pass."""
+        dtype = self.passes.dtype
+        if self.full_logits:
+            return whole_logits(self.model, step.inputs, dtype)
+        if is_sharded(self.model):
+            score = partial(self._score_states, step, norms=norms)
+            return scores_inside(self.model, step.inputs, dtype, score)
+        return output_states(self.model, step.inputs, dtype)
+
+    def score(self, step: ForwardPass, found: _Found, norms: list[Tensor] | None = None) -> Scores:
+        """Score the sampled tokens of a pass: ``[K]`` log-probabilities, and entropies if asked for."""
+        if isinstance(found, tuple):
+            return found
+        if norms:
+            norms.clear()  # Of states that were not those of the model's logits.
+        if isinstance(found, OutputStates):
+            return self._score_states(step, found, norms)
+        logits, state = found.flatten(0, 1), sent(step.state, found.device)
+        if self.passes.packed == "tree":  # Several tokens may follow one state.
+            logits, state = logits[state], torch.arange(len(state), device=found.device)
+        return log_probs_at(
+            logits,
+            state,
+            sent(step.target, found.device),
+            temperature=self.passes.temperature,
+            with_entropy=self.passes.with_entropy,
+            barred=self._barred(found.shape[-1]),
+            norms=norms,
         )
-    return output_states(model, step.inputs, passes.dtype)
 
+    def _score_states(
+        self, step: ForwardPass, states: OutputStates, norms: list[Tensor] | None
+    ) -> Scores:
+        hidden, passes = states.hidden.flatten(0, 1), self.passes
+        return linear_log_probs(
+            hidden[sent(step.state, hidden.device)],
+            states.weight,
+            sent(step.target, hidden.device),
+            states.bias,
+            scale=states.scale,
+            softcap=states.softcap,
+            temperature=passes.temperature,
+            with_entropy=passes.with_entropy,
+            dtype=passes.head_dtype or passes.dtype,
+            barred=self._barred(len(states.weight)),
+            norms=norms,
+        )
 
-def _barred(model: nn.Module, size: int) -> list[int]:
-    """Tokens below ``size`` that a model never samples."""
-    vision = vision_model(model)
-    return [] if vision is None else [token for token in vision.barred if token < size]
+    def score_several(
+        self, step: ForwardPass, found: _Found, wanted: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Score several tokens at each sampled token's place, as :func:`log_probs_of` takes them."""
+        assert not isinstance(found, tuple)
+        hidden = found.hidden if isinstance(found, OutputStates) else found
+        size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
+        return log_probs_of(
+            found,
+            sent(step.state, hidden.device),
+            wanted,
+            temperature=self.passes.temperature,
+            barred=self._barred(size),
+            dtype=self.passes.head_dtype,
+        )
 
-
-def _score(
-    model: nn.Module,
-    step: ForwardPass,
-    found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
-    passes: Passes,
-    norms: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Score the sampled tokens of a pass: ``[K]`` log-probabilities, and entropies if asked for."""
-    if isinstance(found, tuple):
-        return found
-    if norms:
-        norms.clear()  # Of states that were not those of the model's logits.
-    if isinstance(found, OutputStates):
-        return _score_states(model, step, found, passes, norms)
-    logits, state = found.flatten(0, 1), sent(step.state, found.device)
-    if passes.packed == "tree":  # Several tokens may follow one state.
-        logits, state = logits[state], torch.arange(len(state), device=found.device)
-    return log_probs_at(
-        logits,
-        state,
-        sent(step.target, found.device),
-        temperature=passes.temperature,
-        with_entropy=passes.with_entropy,
-        barred=_barred(model, found.shape[-1]),
-        norms=norms,
-    )
-
-
-def _score_states(
-    model: nn.Module,
-    step: ForwardPass,
-    states: OutputStates,
-    passes: Passes,
-    norms: list[Tensor] | None,
-) -> tuple[Tensor, Tensor | None]:
-    hidden = states.hidden.flatten(0, 1)
-    return linear_log_probs(
-        hidden[sent(step.state, hidden.device)],
-        states.weight,
-        sent(step.target, hidden.device),
-        states.bias,
-        scale=states.scale,
-        softcap=states.softcap,
-        temperature=passes.temperature,
-        with_entropy=passes.with_entropy,
-        dtype=passes.head_dtype or passes.dtype,
-        barred=_barred(model, len(states.weight)),
-        norms=norms,
-    )
-
-
-def _score_several(
-    model: nn.Module,
-    step: ForwardPass,
-    found: OutputStates | Tensor | tuple[Tensor, Tensor | None],
-    passes: Passes,
-    wanted: Tensor | int,
-) -> tuple[Tensor, Tensor]:
-    """Score several tokens at each sampled token's place, as :func:`log_probs_of` takes them."""
-    assert not isinstance(found, tuple)
-    hidden = found.hidden if isinstance(found, OutputStates) else found
-    size = len(found.weight) if isinstance(found, OutputStates) else found.shape[-1]
-    state, barred = sent(step.state, hidden.device), _barred(model, size)
-    return log_probs_of(
-        found,
-        state,
-        wanted,
-        temperature=passes.temperature,
-        barred=barred,
-        dtype=passes.head_dtype,
-    )
+    def _barred(self, size: int) -> list[int]:
+        """Tokens below ``size`` that the model never samples."""
+        vision = vision_model(self.model)
+        return [] if vision is None else [token for token in vision.barred if token < size]

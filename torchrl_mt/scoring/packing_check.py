@@ -32,7 +32,7 @@ from torchrl_mt.scoring.packing import ForwardPass, check_rows, forward_passes
 from torchrl_mt.scoring.passes import Passes
 from torchrl_mt.scoring.row_trees import FLEX, tree_passes
 from torchrl_mt.scoring.row_vision import RowVision, check_sampled, vision_model
-from torchrl_mt.scoring.spare_image import SpareImage
+from torchrl_mt.scoring.spare_image import SpareImage, small_image
 from torchrl_mt.vision import RowImages
 
 LENGTHS = (12, 4, 4, 4)
@@ -317,19 +317,12 @@ def _trial_images(model: nn.Module) -> RowImages | None:
     if vision is None or vision.merge_size is None:
         return None
     config = cast(Any, unwrapped(model)).config.vision_config
-    grids = torch.tensor(
-        [[1, vision.merge_size, 2 * vision.merge_size]] * len(LENGTHS), device="cpu"
-    )
-    patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    pixels = torch.rand(
-        int(grids.prod(-1).sum()), patch, generator=torch.Generator().manual_seed(2), device="cpu"
-    )
-    return RowImages(
-        pixels,
-        grids,
-        torch.arange(len(grids), device="cpu"),
-        torch.ones(len(grids), dtype=torch.long, device="cpu"),
-    )
+    pixels, grid = small_image(config, vision.merge_size)
+    number = torch.arange(len(LENGTHS), device="cpu")
+    g = torch.Generator().manual_seed(2)
+    pixels = torch.rand(len(number) * len(pixels), pixels.shape[1], generator=g, device="cpu")
+    grids = torch.tensor([grid] * len(number), device="cpu")
+    return RowImages(pixels, grids, number, torch.ones_like(number))
 
 
 def _has_gradient_of_others(

@@ -13,75 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_mt.checks import check_mask, check_positive, check_shape
+from torchrl_mt.checks import check_positive, check_shape
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits (tokens times vocabulary) per chunk."""
-
-
-def token_log_probs(
-    logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Tensor:
-    """Compute the log-probability of each token.
-
-    Args:
-        logits: ``[..., V]`` floating; logits at a position predict the token at the same position.
-        tokens: ``[...]`` int64; not read where masked.
-        mask: ``[...]`` bool: positions to compute; all by default.
-        temperature: Divisor of the logits, in float32.
-
-    Returns:
-        ``[...]`` float32 (float64 for float64 logits), zero where masked.
-
-    Examples:
-        >>> token_log_probs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
-        tensor([[0.2500, 0.2500]])
-    """
-    return _apply(logits, tokens, mask, temperature, with_entropy=False)[0]
-
-
-def token_entropy(
-    logits: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Tensor:
-    """Compute the entropy, in nats, at each position.
-
-    Args:
-        logits: ``[..., V]`` floating; ``-inf`` for impossible tokens.
-        mask: ``[...]`` bool: positions to compute; all by default.
-        temperature: Divisor of the logits, in float32.
-
-    Returns:
-        ``[...]`` float32 (float64 for float64 logits), zero where masked.
-
-    Examples:
-        >>> token_entropy(torch.zeros(1, 2, 4)).exp()
-        tensor([[4., 4.]])
-    """
-    tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return _apply(logits, tokens, mask, temperature, with_entropy=True)[1]
-
-
-def log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`token_log_probs` and :func:`token_entropy` from one softmax.
-
-    Args:
-        logits: ``[..., V]`` floating, aligned with ``tokens``.
-        tokens: ``[...]`` int64; not read where masked.
-        mask: ``[...]`` bool: positions to compute; all by default.
-        temperature: Divisor of the logits, in float32.
-
-    Returns:
-        Log-probabilities and entropies, ``[...]`` float32 (float64 for float64 logits), zero where
-        masked.
-
-    Examples:
-        >>> log_prob, entropy = log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]))
-        >>> log_prob == -entropy
-        tensor([True])
-    """
-    return _apply(logits, tokens, mask, temperature, with_entropy=True)
 
 
 def log_probs_at(
@@ -97,8 +32,9 @@ def log_probs_at(
     """Compute log-probabilities and entropies (or ``None``) of tokens at chosen positions.
 
     ``tokens`` and ``position`` are ``[K]``, without duplicate positions; ``logits`` are ``[T, V]``.
-    ``barred`` tokens of the vocabulary have probability 0; ``norms`` is that of
-    :func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`.
+    ``temperature`` divides the logits, in float32. ``barred`` tokens of the vocabulary have probability
+    0; ``norms`` is that of :func:`~torchrl_mt.scoring.linear_log_probs.linear_log_probs`. Results are
+    ``[K]`` float32 (float64 for float64 logits).
 
     Examples:
         >>> log_probs_at(torch.zeros(3, 4), torch.tensor([2]), torch.tensor([1]))[0].exp()
@@ -112,29 +48,6 @@ def log_probs_at(
     return log_prob, entropy if with_entropy else None
 
 
-def _apply(
-    logits: Tensor, tokens: Tensor, mask: Tensor | None, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments and compute log-probabilities and entropies at unmasked positions."""
-    shape = logits.shape[:-1]
-    check_shape("tokens", tokens, shape)
-    check_positive("temperature", temperature)
-    flat, target = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
-    if mask is None:
-        log_prob, entropy = _LogProbs.apply(flat, target, None, temperature, with_entropy, (), None)
-        return log_prob.view(shape), entropy.view(shape if with_entropy else -1)
-    check_mask("mask", mask, shape)
-    position = mask.reshape(-1).nonzero().squeeze(-1)
-    log_prob, entropy = _LogProbs.apply(
-        flat, target[position], position, temperature, with_entropy, (), None
-    )
-    zeros = log_prob.new_zeros(flat.shape[0])
-    log_prob = zeros.index_copy(0, position, log_prob).view(shape)
-    if with_entropy:
-        entropy = zeros.index_copy(0, position, entropy).view(shape)
-    return log_prob, entropy
-
-
 class _LogProbs(torch.autograd.Function):
     """Log-probabilities and entropies of ``K`` targets at ``K`` of ``T`` positions."""
 
@@ -143,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        position: Tensor | None,
+        position: Tensor,
         temperature: float,
         with_entropy: bool,
         barred: Sequence[int],
@@ -168,14 +81,14 @@ class _LogProbs(torch.autograd.Function):
         logits, target, position, log_sum, entropy = ctx.saved_tensors
         if not ctx.needs_input_grad[0] or (grad_log_prob is None and grad_entropy is None):
             return (None,) * 7
-        grad = torch.empty_like(logits) if position is None else torch.zeros_like(logits)
+        grad = torch.zeros_like(logits)
         for part in chunks(len(target), logits.shape[-1], CHUNK_ELEMENTS):
             x = bar(_select(logits, position, part, ctx.temperature), ctx.barred)
             out = chunk_gradient(x, target, part, log_sum, entropy, grad_log_prob, grad_entropy)
             out = bar(out, ctx.barred, 0.0)
             if ctx.temperature != 1.0:
                 out /= ctx.temperature
-            grad[part if position is None else position[part]] = out.to(grad.dtype)
+            grad[position[part]] = out.to(grad.dtype)
         return grad, *(None,) * 6
 
 
@@ -257,10 +170,10 @@ def chunk_gradient(
     return out
 
 
-def _select(logits: Tensor, position: Tensor | None, part: slice, temperature: float) -> Tensor:
+def _select(logits: Tensor, position: Tensor, part: slice, temperature: float) -> Tensor:
     """Copy one part of the logits in float32, divided by the temperature."""
-    x = logits[part] if position is None else logits[position[part]]
-    x = x.to(wide(x.dtype), copy=position is None)
+    x = logits[position[part]]
+    x = x.to(wide(x.dtype))
     return x if temperature == 1.0 else x.div_(temperature)
 
 

@@ -1,14 +1,16 @@
 """Aggregations are the means they say, blind to padding, and exact however the batch is cut."""
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_mt.objectives.functional import aggregate, merge_totals
-from torchrl_mt.objectives.functional.aggregation import aggregation_total
+from torchrl_mt.objectives.functional.aggregation import Aggregation, aggregation_total
 
-KINDS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
+KINDS = get_args(Aggregation)
 
 
 @st.composite

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.objectives.functional.test_group import members
 from torchrl_mt.objectives.functional import (
     clip_filter_weight,
     dynamic_sampling_mask,
@@ -46,15 +47,6 @@ def test_overlong_penalty_is_the_formula(length, buffer, before):
         expected = -1.0
     got = overlong_penalty(torch.tensor(length), limit, buffer)
     assert float(got) == pytest.approx(expected, abs=1e-6)
-
-
-@st.composite
-def members(draw):
-    n = draw(st.integers(0, 12))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    returns = torch.randint(0, draw(st.integers(1, 3)), (n,), generator=g) * 0.1
-    group = torch.randint(-2, 3, (n,), generator=g) * 10**10
-    return returns, group, torch.rand(n, generator=g) < 0.8
 
 
 @given(members(), st.sampled_from([0.5, 3.0]))

@@ -3,6 +3,7 @@
 from itertools import combinations
 from math import comb, sqrt
 from statistics import mean, pstdev, stdev
+from typing import get_args
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from torchrl_mt.objectives.functional import (
     outcome_advantage,
     turn_normalize,
 )
+from torchrl_mt.objectives.functional.group import GroupKind
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "max_rl", "opo", "pass_at_k"]
-KINDS += ["batch", "reinforce++"]
+KINDS = get_args(GroupKind)
 LENGTHS = {"opo", "reinforce_baseline", "batch"}
 """Kinds that are tested with lengths; the last two also go without."""
 

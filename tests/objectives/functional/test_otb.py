@@ -5,22 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.objectives.functional._batches import forked_rows
 from torchrl_mt.objectives.functional import otb_advantage
 
 
 @st.composite
 def batches(draw):
     """Returns, norms, mask, turns ``[N, S]``, episode, group ``[N]``."""
-    n, s = draw(st.integers(1, 7)), draw(st.integers(1, 10))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    mask = torch.rand(n, s, generator=g) < draw(st.sampled_from([0.2, 0.6, 1.0]))
-    # A turn is sampled in one row only: rows that share an episode have turns of their own.
-    turns = (torch.rand(n, s, generator=g) < 0.3).long().cumsum(-1)
-    turns = turns + 20 * torch.randperm(n, generator=g)[:, None]
-    episode = torch.randint(0, 5, (n,), generator=g) * 1000
-    returns = torch.randint(-2, 3, (n, s), generator=g).float()
-    norms = 2 * torch.rand(n, s, generator=g) * (torch.rand(n, s, generator=g) < 0.7)
-    return returns, norms, mask, turns, episode, episode // 1000 % 2 - 7
+    reward, value, mask, turns, episode = draw(forked_rows())
+    episode = torch.arange(len(mask)) * 1000 if episode is None else episode
+    norms = value.nan_to_num().clamp(min=0)
+    return (2 * reward).round(), norms, mask, turns, episode, episode // 1000 % 2 - 7
 
 
 def loop(returns, norms, mask, turns, episode, group, lone):
@@ -60,7 +55,7 @@ def test_advantage_is_the_formula(batch, lone):
 @given(batches(), st.randoms())
 def test_order_and_padding_change_nothing(batch, random):
     expected, (n, s) = evaluate(batch), batch[0].shape
-    order = torch.tensor(random.sample(range(n), n))
+    order = torch.tensor(random.sample(range(n), n), dtype=torch.long)
     torch.testing.assert_close(evaluate([x[order] for x in batch]), expected[order])
     at = torch.tensor(sorted(random.sample(range(s + 3), s)))
     wide = [x.new_zeros(n, s + 3).index_copy(1, at, x) for x in batch[:4]]

@@ -1,22 +1,16 @@
 """Reward models: the score at the last attended token, wherever padding lies and whatever fills it."""
 
-import copy
-
 import pytest
 import torch
-from transformers import Qwen2ForSequenceClassification
 
+from tests.objectives.helpers import reward_model
 from tests.settings import grouped
-from torchrl_mt.objectives import Passes
 from torchrl_mt.objectives.rewards.model import ModelReward
 
 
 @pytest.fixture
 def classifier(model):
-    torch.manual_seed(3)
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    return Qwen2ForSequenceClassification(config).eval()
+    return reward_model(model).eval()
 
 
 def alone(classifier, batch):
@@ -73,17 +67,6 @@ def test_own_models_answer_by_row_or_by_token(rows, spread, shape):
         assert torch.equal(ModelReward(Own(shape))(x), expected)
 
 
-def test_modes_gradients_and_random_state_are_left_as_they_were(classifier, rows):
-    classifier.config.attention_dropout = 0.5
-    classifier.train()
-    classifier.model.layers[0].eval()
-    modes = [module.training for module in classifier.modules()]
-    state = torch.get_rng_state()
-    assert not ModelReward(classifier)(rows()).requires_grad
-    assert [module.training for module in classifier.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_models_that_give_no_score_are_refused(classifier, model, rows):
     with pytest.raises(ValueError, match=r"for each of 6 rows.*got shape \(6, 2\)"):
         ModelReward(Own("n2"))(rows())
@@ -92,5 +75,3 @@ def test_models_that_give_no_score_are_refused(classifier, model, rows):
     classifier.config.num_labels = 3
     with pytest.raises(ValueError, match="num_labels=1, got 3"):
         ModelReward(classifier)
-    with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        ModelReward(Own("n"), passes=Passes(micro_batch_size=0))

@@ -217,20 +217,15 @@ def test_bad_arguments_are_refused_by_name(tokenizer, rows, remote):
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"max_concurrency": 0}, "max_concurrency must be at least 1"),
         ({"timeout": 0.0}, "timeout must be positive"),
-        ({"max_retries": -1}, "max_retries must not be negative"),
     ]:
         with pytest.raises(ValueError, match=message):
             remote(**options)
     with pytest.raises(ValueError, match="url must begin with http"):
         RemoteReward("127.0.0.1:80", tokenizer)
-    with pytest.raises(ValueError, match=r"url must begin with http:// .* got None"):
-        RemoteReward(None, tokenizer)
     with pytest.raises(TypeError, match="batch_size must be an integer, got '8'"):
         remote(batch_size="8")
     with pytest.raises(TypeError, match="tokenizer must have a method decode, got None"):
         RemoteReward("http://localhost", None)
-    with pytest.raises(ValueError, match=r"url must .* a port up to 65535"):
-        RemoteReward("http://127.0.0.1:99999/", tokenizer)
     batch = rows()
     batch["reference"] = NonTensorStack(*[{n} for n in range(6)])
     with pytest.raises(TypeError, match="'reference' of rows must be fit for JSON"):

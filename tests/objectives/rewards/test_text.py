@@ -10,12 +10,10 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from tests.collectors.scripted import ScriptedEngine
 from tests.objectives.conftest import make_model
+from tests.objectives.rewards import test_mix
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, TextReward
-from torchrl_mt.objectives.functional.time.episodes import index_episodes
-from torchrl_mt.objectives.rewards.mix import RewardMix
-from torchrl_mt.objectives.rows.reading import read_episode
 from torchrl_mt.testing import tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
 
@@ -28,8 +26,7 @@ class Numbers:
 
 
 def mixed(source, rows):
-    mask, turns = rows["masks", "all_assistant_mask"], rows["turns", "full"]
-    return RewardMix(source)(rows, index_episodes(mask, turns, read_episode(rows)))[0]
+    return test_mix.mixed(source, rows)[0]
 
 
 def turns_of(episodes):
@@ -199,12 +196,10 @@ def test_a_function_does_not_apply_where_it_returns_none(is_async):
     assert reward[1:3].isnan().all()
     assert reward[0].nonzero().tolist() == [[6]]
     assert reward[3, [2, 6]].tolist() == [2.0, 3.0]
-    none = mixed([(TextReward(lambda prompts: [None] * 3, Numbers()), 1.0), (lengths, 1.0)], rows)
-    torch.testing.assert_close(none, 2 * mixed(lengths, rows))
-
-
-def lengths(rows):
-    return rows["masks", "all_attention_mask"].sum(-1).float()
+    none = mixed(
+        [(TextReward(lambda prompts: [None] * 3, Numbers()), 1.0), (test_mix.by_length, 1.0)], rows
+    )
+    torch.testing.assert_close(none, 2 * mixed(test_mix.by_length, rows))
 
 
 def test_columns_of_carried_items_arrive():
@@ -282,11 +277,17 @@ def conversation_rows(*contents, **items):
     return MergeTurns(carry=("text", "data"))(batch)
 
 
+def assert_first_alone_is_right(fn, *contents, solution):
+    """Of three episodes; the function does not apply to the last."""
+    rows = conversation_rows(*contents, solution=solution)
+    reward = mixed(TextReward(fn, Numbers(), conversational=True), rows)
+    assert reward.nansum(-1).tolist() == [1.0, 0.0, 0.0]
+    assert reward.isnan().any(-1).tolist() == [False, False, True]
+
+
 def test_functions_of_trls_convention_run_unchanged():
-    rows = conversation_rows(r"is \boxed{1}", r"is \boxed{1}", "no", solution=["1", "2", None])
-    source = TextReward(boxed_reward, Numbers(), conversational=True)
-    assert mixed(source, rows).nansum(-1).tolist() == [1.0, 0.0, 0.0]
-    assert mixed(source, rows).isnan().any(-1).tolist() == [False, False, True]
+    said = r"is \boxed{1}"
+    assert_first_alone_is_right(boxed_reward, said, said, "no", solution=["1", "2", None])
 
 
 def test_trls_own_functions_run_unchanged():
@@ -304,10 +305,8 @@ def test_trls_own_functions_run_unchanged():
 def test_trls_accuracy_runs_unchanged():
     trl = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
-    rows = conversation_rows(r"$\boxed{1}$", r"$\boxed{1}$", "1", solution=["$1$", "$2$", "??"])
-    source = TextReward(trl.accuracy_reward, Numbers(), conversational=True)
-    assert mixed(source, rows).nansum(-1).tolist() == [1.0, 0.0, 0.0]
-    assert mixed(source, rows).isnan().any(-1).tolist() == [False, False, True]
+    said = r"$\boxed{1}$"
+    assert_first_alone_is_right(trl.accuracy_reward, said, said, "1", solution=["$1$", "$2$", "??"])
 
 
 class Twice(TextEnv):

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import AdaptiveKLController
 
+from tests.objectives.helpers import Spoiled, TokenCritic, first_sampled, refused, rejecting
 from tests.settings import grouped
 from torchrl_mt.objectives import Advantage, ExperienceMaker, Passes, RewardMix
 from torchrl_mt.objectives.rows.batch import read_batch
@@ -15,11 +16,6 @@ from torchrl_mt.objectives.rows.keys import EPISODE_SCORE, ExperienceKeys
 
 USUAL = {field.name: getattr(ExperienceKeys, field.name) for field in fields(ExperienceKeys)}
 NESTED = {name: key for name, key in USUAL.items() if isinstance(key, tuple)}
-
-
-class Critic(torch.nn.Module):
-    def forward(self, input_ids, attention_mask):
-        return input_ids.cumsum(-1) * 0.01
 
 
 def complete(rows):
@@ -49,7 +45,7 @@ def everything(model, other_model, **options):
     return ExperienceMaker(
         model,
         ref=other_model,
-        critic=Critic(),
+        critic=TokenCritic(),
         reward=RewardMix(reward, transform=lambda reward, mask: reward * 2.0),
         kl_coef=0.1,
         passes=Passes(with_entropy=True),
@@ -147,36 +143,12 @@ def test_the_copy_shares_tensors_and_shows_the_usual_keys(rows):
     assert isinstance(batch["group"], TensorDict)
 
 
-def rejecting(batch, n=2):
-    batch["valid"] = batch["episode"] != batch["episode"][n]
-    return batch
-
-
-def first_sampled(batch, n):
-    return int(batch["masks", "all_assistant_mask"][n].nonzero()[0])
-
-
-class Spoiled(torch.nn.Module):
-    """A model or a critic that gives no number after token 5."""
-
-    def __init__(self, model=None, value=float("nan")):
-        super().__init__()
-        self.model, self.value = model, value
-
-    def forward(self, input_ids, attention_mask):
-        bad = (input_ids == 5).cummax(-1).values
-        if self.model is None:
-            return torch.where(bad, self.value, input_ids.float())
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-        return torch.where(bad.unsqueeze(-1), self.value, logits)
-
-
 @pytest.mark.parametrize("advantage", ["gae", "turn_gae", "bilevel_gae", "grpo", "turn"])
 @pytest.mark.parametrize("old_log_probs", ["actor", "sampler"])
 def test_what_is_written_to_rejected_rows_is_finite(
     model, other_model, rows, advantage, old_log_probs
 ):
-    batch = rejecting(rows(n=9))
+    batch = rejecting(rows(n=9), 2)
     kept, mask = batch["valid"], batch["masks", "all_assistant_mask"]
     tokens = batch["tokens", "full"]
     tokens[tokens == 5] = 6
@@ -192,14 +164,17 @@ def test_what_is_written_to_rejected_rows_is_finite(
         "with_entropy": True,
     }
     maker = ExperienceMaker(
-        Spoiled(model), ref=Spoiled(other_model), critic=Spoiled(), **grouped(**options)
+        Spoiled(model),
+        ref=Spoiled(other_model),
+        critic=Spoiled(TokenCritic()),
+        **grouped(**options),
     )
     out = maker(batch)
     sound = rows(n=9)[kept].clone()
     sound["tokens", "full"] = tokens[kept]
-    expected = ExperienceMaker(model, ref=other_model, critic=Spoiled(), **grouped(**options))(
-        sound
-    )
+    expected = ExperienceMaker(
+        model, ref=other_model, critic=Spoiled(TokenCritic()), **grouped(**options)
+    )(sound)
     for key in maker.out_keys:
         assert out[key].isfinite().all(), key
         assert not out[key][~mask].any(), key
@@ -210,7 +185,7 @@ def test_what_is_written_to_rejected_rows_is_finite(
 
 
 def test_finite_log_probs_of_rejected_rows_stay(model, rows):
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     t = first_sampled(batch, 2)
     batch["log_probs", "full"][2, t] = float("-inf")
     out = ExperienceMaker(model)(batch)["log_probs", "old"]
@@ -220,21 +195,11 @@ def test_finite_log_probs_of_rejected_rows_stay(model, rows):
 
 
 def test_given_returns_of_rejected_rows_are_none(model, rows):
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     mask = batch["masks", "all_assistant_mask"]
     batch["rewards", "to_go"] = torch.where(mask, 3.0, 0.0)
     out = ExperienceMaker(model, advantage="turn")(batch)["returns"]
     assert torch.equal(out, torch.where(mask & batch["valid"][:, None], 3.0, 0.0))
-
-
-def refused(maker, batch, error, message):
-    before = batch.clone()
-    with pytest.raises(error, match=message):
-        maker(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
-    for key in before.keys(True, True):
-        torch.testing.assert_close(batch[key], before[key], rtol=0, atol=0, equal_nan=True)
-    assert maker.metrics == {}
 
 
 @pytest.mark.parametrize("filters", [(), "top_entropy"])
@@ -242,9 +207,7 @@ def test_an_entropy_that_is_no_number_is_named(model, rows, filters):
     batch = rows()
     batch["tokens", "full"][3, 0] = 5
     maker = ExperienceMaker(Spoiled(model), passes=Passes(with_entropy=True), process=filters)
-    refused(
-        maker, batch, ValueError, r"'entropy' must be finite where it counts, got nan in episode"
-    )
+    refused(maker, batch, r"'entropy' must be finite where it counts, got nan in episode")
 
 
 HUGE = 3e38
@@ -257,8 +220,8 @@ HUGE = 3e38
 def test_own_rewards_that_overflow_in_sum_are_named(model, rows, advantage):
     batch = rows()
     batch["rewards", "full"] = torch.where(batch["masks", "all_assistant_mask"], HUGE, 0.0)
-    maker = ExperienceMaker(model, critic=Critic(), advantage=Advantage(advantage, lmbda=1.0))
-    refused(maker, batch, ValueError, "must be finite where it counts, got .*inf.* in episode")
+    maker = ExperienceMaker(model, critic=TokenCritic(), advantage=Advantage(advantage, lmbda=1.0))
+    refused(maker, batch, "must be finite where it counts, got .*inf.* in episode")
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -270,9 +233,9 @@ def test_sources_that_overflow_in_sum_are_named(model, rows, sign):
         return torch.full((len(rows),), sign * HUGE * 2 / 3)
 
     maker = ExperienceMaker(model, reward=[(a, 1.0), (b, 1.0)])
-    refused(maker, rows(), ValueError, "label 'default': .*'a' and 'b'.* must add up to finite")
+    refused(maker, rows(), "label 'default': .*'a' and 'b'.* must add up to finite")
     maker = ExperienceMaker(model, reward=[(a, 2.0)])
-    refused(maker, rows(), ValueError, "label 'default': .*'a' must add up to finite numbers")
+    refused(maker, rows(), "label 'default': .*'a' must add up to finite numbers")
     for weight in (1e300, -1e39):
         message = r"weight of 'episode' must be a finite number, at most 3.4e38, got .*1e\+"
         with pytest.raises(ValueError, match=message):
@@ -289,7 +252,7 @@ def test_advantages_that_overflow_are_named(model, rows, whiten):
     for n, reward in enumerate((HUGE, -HUGE, 1.0, 2.0)):
         batch["rewards", "full"][n, first_sampled(batch, n)] = reward
     maker = ExperienceMaker(model, advantage=Advantage("rloo", whiten=whiten))
-    refused(maker, batch, ValueError, "'advantage' must be finite where it counts")
+    refused(maker, batch, "'advantage' must be finite where it counts")
 
 
 def test_what_a_function_says_of_tokens_that_are_never_trained_is_not_read(model, rows):
@@ -326,15 +289,8 @@ def test_ids_that_are_no_integers_are_named(model, rows, key, options, dtype):
     batch[key] = batch[key].to(dtype)
     text = str(key).replace("(", r"\(").replace(")", r"\)")
     refused(
-        ExperienceMaker(model, **options), batch, TypeError, f"{text}.* must hold integers, got"
+        ExperienceMaker(model, **options), batch, f"{text}.* must hold integers, got", TypeError
     )
-
-
-def test_ids_that_are_no_tensors_are_named(model, rows):
-    batch = rows()
-    batch["episode"] = ["a", "b", "c", "d", "e", "f"]
-    with pytest.raises(TypeError, match="'episode' of rows must hold integers, got NonTensorStack"):
-        ExperienceMaker(model)(batch)
 
 
 @pytest.mark.parametrize("key", [("rewards", "full"), ("rewards", "to_go"), ("log_probs", "full")])
@@ -343,7 +299,7 @@ def test_entries_that_are_no_real_numbers_are_named(model, rows, key):
     batch[key] = torch.ones(6, 12, dtype=torch.complex64) * 1j
     options = {"advantage": "turn"} if key[1] == "to_go" else {}
     maker = ExperienceMaker(model, **options)
-    refused(maker, batch, TypeError, "of rows must hold real numbers, got torch.complex64")
+    refused(maker, batch, "of rows must hold real numbers, got torch.complex64", TypeError)
 
 
 def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
@@ -353,18 +309,14 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows):
     def nothing(rows):
         return None
 
-    for options, error, message in [
-        ({"advantage": imaginary}, TypeError, r"the result of advantage\(rows\) must be real"),
-        (
-            {"advantage": nothing},
-            TypeError,
-            r"the result of advantage\(rows\) must be a tensor or numbers",
-        ),
-        ({"reward": imaginary}, TypeError, "the result of reward source 'imaginary' must be real"),
-        ({"reward_transform": lambda r, m: r * 1j}, TypeError, "reward_transform.* must be real"),
-        ({"reward_transform": lambda r, m: None}, TypeError, "reward_transform.* must be a tensor"),
+    for options, message in [
+        ({"advantage": imaginary}, r"the result of advantage\(rows\) must be real"),
+        ({"advantage": nothing}, r"the result of advantage\(rows\) must be a tensor or numbers"),
+        ({"reward": imaginary}, "the result of reward source 'imaginary' must be real"),
+        ({"reward_transform": lambda r, m: r * 1j}, "reward_transform.* must be real"),
+        ({"reward_transform": lambda r, m: None}, "reward_transform.* must be a tensor"),
     ]:
-        refused(ExperienceMaker(model, **grouped(**options)), rows(), error, message)
+        refused(ExperienceMaker(model, **grouped(**options)), rows(), message, TypeError)
 
 
 def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
@@ -385,20 +337,12 @@ def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
 def test_rows_that_were_sampled_at_another_temperature_are_refused(model, rows):
     batch = rows()
     batch["sampling", "temperature"] = torch.full((len(batch),), 0.5)
-    refused(
-        ExperienceMaker(model), batch, ValueError, r"'temperature'\) 0.5, but temperature is 1.0"
-    )
+    refused(ExperienceMaker(model), batch, r"'temperature'\) 0.5, but temperature is 1.0")
     batch["sampling", "temperature"][1] = torch.nan
-    refused(
-        ExperienceMaker(model, passes=Passes(temperature=0.5)),
-        batch,
-        ValueError,
-        "at different temperatures",
-    )
+    maker = ExperienceMaker(model, passes=Passes(temperature=0.5))
+    refused(maker, batch, "at different temperatures")
     batch["valid"] = batch["episode"] != batch["episode"][1]
-    assert (
-        ExperienceMaker(model, passes=Passes(temperature=0.5))(batch)["advantage"].isfinite().all()
-    )
+    assert maker(batch)["advantage"].isfinite().all()
 
 
 def test_scores_of_given_returns_are_those_of_first_turns(model, rows):
@@ -441,7 +385,7 @@ def test_scores_add_up_in_double_precision(model, rows):
 
 def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, rows):
     """On a rejected row: not the difference to the 0 that is written for the reference."""
-    batch = rejecting(rows())
+    batch = rejecting(rows(), 2)
     batch["tokens", "full"][batch["tokens", "full"] == 5] = 6
     batch["tokens", "full"][2, 0] = 5
     out = ExperienceMaker(model, ref=Spoiled(other_model))(batch)
@@ -449,15 +393,6 @@ def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, 
     assert not out["log_probs", "ref"][2].any()
     assert not out["kl"][2].any()
     assert out["kl"][0].any()
-
-
-@pytest.mark.parametrize("whiten", [False, True])
-def test_an_advantage_that_float32_does_not_hold_is_named(model, rows, whiten):
-    def advantage(rows):
-        return torch.full(rows["returns"].shape, 1e300, dtype=torch.float64)
-
-    maker = ExperienceMaker(model, advantage=Advantage(advantage, whiten=whiten))
-    refused(maker, rows(), ValueError, "'advantage' must be finite where it counts, got inf")
 
 
 @pytest.mark.parametrize("huge", [1e30, 3e38])
@@ -483,9 +418,7 @@ def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
     assert int(mask[1].sum()) > 1
     ExperienceMaker(model, gamma=0.01)(batch.clone())
     maker = ExperienceMaker(model, gamma=0.01, process="dynamic_sampling")
-    refused(
-        maker, batch, ValueError, "rewards of an episode must add up to a finite score.*episode 7"
-    )
+    refused(maker, batch, "rewards of an episode must add up to a finite score.*episode 7")
 
 
 def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
@@ -495,9 +428,6 @@ def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
     batch["masks", "all_assistant_mask"][0] = False
     batch["sampling", "temperature"][0] = torch.nan
     assert "advantage" in ExperienceMaker(model, passes=Passes(temperature=0.7))(batch)
-    for wrong in (torch.inf, torch.nan):
-        with pytest.raises(ValueError, match="temperature must be finite"):
-            ExperienceMaker(model, passes=Passes(temperature=wrong))
 
 
 def test_a_controller_that_fails_leaves_the_rows_alone(model, other_model, rows):
@@ -507,9 +437,4 @@ def test_a_controller_that_fails_leaves_the_rows_alone(model, other_model, rows)
 
     controller = Broken(init_kl_coef=0.1, target=1.0, horizon=10)
     maker = ExperienceMaker(model, ref=other_model, kl_coef=controller)
-    batch = rows()
-    before = batch.clone()
-    with pytest.raises(RuntimeError, match="broken"):
-        maker(batch)
-    assert set(batch.keys(True)) == set(before.keys(True))
-    assert (batch == before).all()
+    refused(maker, rows(), "broken", RuntimeError)

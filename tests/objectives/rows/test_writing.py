@@ -8,7 +8,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from torchrl_mt.objectives import ExperienceMaker, RewardMix
 from torchrl_mt.objectives.functional import RewardNormalizer
-from torchrl_mt.objectives.rows.writing import check_writable, undone_on_failure
+from torchrl_mt.objectives.rows.writing import check_writable
 
 
 def entries(rows):
@@ -96,43 +96,32 @@ def test_a_write_that_fails_midway_is_taken_back(
     maker = ExperienceMaker(
         model, ref=other_model, reward=RewardMix("episode", transform=RewardNormalizer())
     )
+    maker.set_keys(kl=("new", "kl"))
     batch = maker(rows()) if again else rows()
     batch["rewards", "full"].mul_(3.0)
     batch = stacked(batch) if lazy else batch
     before, statistics = entries(batch), copy.deepcopy(maker.state_dict())
+    there = {} if lazy else dict(batch.items(True, True))
     metrics = dict(maker.metrics)
     kind = LazyStackedTensorDict if lazy else TensorDict
     plain = kind.set
 
     def fails(self, key, item, *args, **kwargs):
         if key == "returns" and item.ndim == 2:
-            raise MemoryError("no room")
+            raise KeyboardInterrupt
         return plain(self, key, item, *args, **kwargs)
 
     monkeypatch.setattr(kind, "set", fails)
-    with pytest.raises(MemoryError, match="no room"):
+    with pytest.raises(KeyboardInterrupt):
         maker(batch)
     monkeypatch.undo()
     assert same(entries(batch), before)
+    assert all(batch[key] is value for key, value in there.items())
+    assert ("new" in batch.keys()) == again  # noqa: SIM118
     assert maker.metrics == metrics
     for key, value in maker.state_dict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, statistics[key]), key
-
-
-def test_what_was_there_comes_back_as_the_same_tensors():
-    rows = TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(2)}, "n": torch.zeros(2)}, [2])
-    kept = {key: rows[key] for key in rows.keys(True, True)}
-
-    @undone_on_failure(rows, ["a", ("b", "d"), ("x", "y")])
-    def write():
-        rows["a"], rows["b", "d"], rows["x", "y"] = torch.zeros(3, 2, 5).unbind()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
-    assert set(rows.keys(True)) == {"a", "b", ("b", "c"), "n"}
-    assert all(rows[key] is value for key, value in kept.items())
 
 
 def test_parts_that_nothing_is_written_to_may_be_locked(model, rows):
@@ -140,31 +129,3 @@ def test_parts_that_nothing_is_written_to_may_be_locked(model, rows):
     batch["tokens"].lock_()
     assert "advantage" in ExperienceMaker(model)(batch)
     check_writable(batch, ["kl", ("weights", "full")])
-
-
-class Scaled(torch.nn.Module):
-    """A transform that has its running statistics in a module of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = RewardNormalizer()
-
-    def forward(self, reward, mask):
-        return self.inner(reward, mask) * 2.0
-
-
-def test_statistics_of_a_module_within_the_transform_are_restored(model, rows):
-    def fails(rows):
-        raise RuntimeError("late")
-
-    transform = Scaled()
-    ExperienceMaker(model, reward=RewardMix("episode", transform=transform))(rows(1))
-    before = copy.deepcopy(transform.state_dict())
-    with pytest.raises(RuntimeError, match="late"):
-        ExperienceMaker(model, reward=RewardMix("episode", transform=transform), advantage=fails)(
-            rows()
-        )
-    assert {k: v.item() for k, v in transform.state_dict().items()} == {
-        k: v.item() for k, v in before.items()
-    }
-    assert transform.inner.count > 0

@@ -21,6 +21,7 @@ from torchrl_mt.checks import (
     check_positive_integer,
     check_shape,
 )
+from torchrl_mt.objectives.functional.time.episodes import run_ends
 from torchrl_mt.objectives.functional.time.recurrence import (
     accumulation_dtype,
     reverse_linear_recurrence,
@@ -235,8 +236,7 @@ def pass_at_k(
     order = order[groups.member[order].argsort(stable=True)]
     x, of = returns[order], groups.member[order]
     size = groups.count()[of].to(x.dtype)
-    ends = torch.ones_like(of, dtype=torch.bool)
-    ends[:-1] = of[1:] != of[:-1]
+    ends = run_ends(of)
     place = torch.arange(1, len(of) + 1, device=of.device)
     rank = (place - torch.searchsorted(of, of)).to(x.dtype)
     subset = (size - 1).clamp(min=1, max=k)

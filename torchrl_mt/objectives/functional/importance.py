@@ -60,13 +60,7 @@ def sequence_sum(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -
         >>> sequence_sum(torch.ones(1, 4), mask, torch.tensor([[0, 0, 1, 1]]))
         tensor([[2., 2., 0., 1.]])
     """
-    check_mask("mask", mask, per_token.shape)
-    if turns is None:
-        total = torch.where(mask, per_token.float(), 0.0).sum(-1, keepdim=True)
-        return torch.where(mask, total, 0.0)
-    check_shape("turns", turns, per_token.shape)
-    index = index_turns(mask, turns)
-    return index.write(index.total(per_token.float()))
+    return _sums(mask, turns, per_token)[0]
 
 
 def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) -> Tensor:
@@ -85,14 +79,19 @@ def sequence_mean(per_token: Tensor, mask: Tensor, turns: Tensor | None = None) 
         >>> sequence_mean(torch.tensor([[1.0, 3.0, 9.0]]), mask)
         tensor([[2., 2., 0.]])
     """
-    check_mask("mask", mask, per_token.shape)
+    total, count = _sums(mask, turns, per_token, torch.ones_like(per_token))
+    return total / count.clamp(min=1)
+
+
+def _sums(mask: Tensor, turns: Tensor | None, *per_token: Tensor) -> list[Tensor]:
+    """Compute :func:`sequence_sum` of several values."""
+    check_mask("mask", mask, per_token[0].shape)
+    values = [torch.where(mask, x.float(), 0.0) for x in per_token]
     if turns is None:
-        total = torch.where(mask, per_token.float(), 0.0).sum(-1, keepdim=True)
-        return torch.where(mask, total / mask.sum(-1, keepdim=True).clamp(min=1), 0.0)
-    check_shape("turns", turns, per_token.shape)
+        return [torch.where(mask, x.sum(-1, keepdim=True), 0.0) for x in values]
+    check_shape("turns", turns, mask.shape)
     index = index_turns(mask, turns)
-    ones = torch.ones_like(per_token, dtype=torch.float32)
-    return index.write(index.total(per_token.float()) / index.total(ones))
+    return [index.write(index.total(x)) for x in values]
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torchrl_mt.checks import as_tensor, check_shape
 from torchrl_mt.devices import sent
 from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex
 from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
-from torchrl_mt.objectives.metrics import summary
+from torchrl_mt.objectives.metrics import numbered, summary
 from torchrl_mt.objectives.rewards.model import ModelReward
 from torchrl_mt.objectives.rewards.sources import RewardSource, ask
 from torchrl_mt.objectives.rows.batch import check_real
@@ -123,9 +123,8 @@ class RewardMix(nn.Module):
         if isinstance(source, nn.Module) and not isinstance(source, ModelReward):
             source = ModelReward(source, passes=self.passes)
         name = source if isinstance(source, str) else _name(source)
-        same = sum(other == name or other.startswith(f"{name}#") for other in self.names)
         self.sources.append(source)
-        self.names.append(f"{name}#{same + 1}" if same else name)
+        self.names.append(numbered(name, self.names))
         return len(self.names) - 1
 
     @property

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from torchrl_mt.checks import LOG_PROB_ROUNDING, check_mask
 from torchrl_mt.devices import on_cpu, sent
-from torchrl_mt.objectives.functional.time.episodes import EpisodeIndex, index_episodes
+from torchrl_mt.objectives.functional.time.episodes import (
+    EpisodeIndex,
+    index_episodes,
+    run_ends,
+)
 from torchrl_mt.objectives.functional.time.recurrence import accumulation_dtype
 from torchrl_mt.objectives.rows.keys import ExperienceKeys, as_path
 from torchrl_mt.objectives.rows.reading import (
@@ -82,17 +86,13 @@ class RowBatch:
         """Trained tokens, ``[N, S]`` bool: counted ones that are not a row's first token."""
         return scored_tokens(self.attention_mask, self.counted)
 
-    def check_finite(self, name: str, value: Tensor, where: Tensor, hint: str) -> None:
-        """Refuse values ``[N, S]`` of the named key that are not finite ``where`` they count."""
-        check_finite(getattr(self.keys, name), value, where, self.episode_id, hint)
-
     def finite_float(self, name: str, value: Tensor, where: Tensor, hint: str) -> Tensor:
         """Convert values ``[N, S]`` of the named key to float32, zero on masked tokens.
 
         Values that are not finite are refused ``where`` they count and become 0 elsewhere.
         """
         value = value.float()
-        self.check_finite(name, value, where, hint)
+        check_finite(getattr(self.keys, name), value, where, self.episode_id, hint)
         return torch.where(self.mask & value.isfinite(), value, 0.0)
 
     def check_log_probs(self, name: str, value: Tensor) -> None:
@@ -191,7 +191,7 @@ class RowBatch:
     def at_first_token(self, per_token: Tensor) -> Tensor:
         """Read values ``[N, S]`` at the first sampled token of each row's episode, ``[N]``."""
         index = self.episodes
-        begins = index.ends().roll(1)
+        begins = run_ends(index.of_token).roll(1)
         first = per_token.flatten()[index.token[begins]]
         return first.new_zeros(len(index.last_token)).index_copy(0, index.of_token[begins], first)[
             index.of_row

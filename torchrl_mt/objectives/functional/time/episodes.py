@@ -30,12 +30,6 @@ class EpisodeIndex:
     last_token: Tensor
     """``[E]`` int64 index of each episode's last sampled token in the flattened rows; -1 if none."""
 
-    def ends(self) -> Tensor:
-        """Whether each token is the last of its episode: ``[M]`` bool."""
-        ends = torch.ones_like(self.of_token, dtype=torch.bool)
-        ends[:-1] = self.of_token[1:] != self.of_token[:-1]
-        return ends
-
     def write(self, per_token: Tensor) -> Tensor:
         """Scatter values of the tokens to the rows: ``[M]`` to ``[N, S]``, zero on masked tokens."""
         out = per_token.new_zeros(self.mask.numel())
@@ -114,12 +108,6 @@ class TurnIndex:
         out = per_turn.new_zeros(self.mask.shape)
         return out.masked_scatter(self.mask, per_turn[self.of_token])
 
-    def opens_episode(self) -> Tensor:
-        """Whether each turn is the first of its episode: ``[K]`` bool."""
-        opens = torch.ones_like(self.episode, dtype=torch.bool)
-        opens[1:] = self.episode[1:] != self.episode[:-1]
-        return opens
-
     def discount_to_next(self, gamma: float) -> Tensor:
         """Discount from each turn to the next of its episode, 0 after the last: ``[K]``.
 
@@ -129,7 +117,9 @@ class TurnIndex:
             self.turn.shape, dtype=accumulation_dtype(self.turn.device), device=self.turn.device
         )
         wait = (self.turn[1:] - self.turn[:-1]).clamp(min=0)
-        discount[:-1] = torch.where(self.opens_episode()[1:], 0.0, gamma ** wait.to(discount.dtype))
+        discount[:-1] = torch.where(
+            run_ends(self.episode)[:-1], 0.0, gamma ** wait.to(discount.dtype)
+        )
         return discount
 
 
@@ -166,6 +156,18 @@ def index_turns(mask: Tensor, turns: Tensor, episode: Tensor | None = None) -> T
     # Episodes without a sampled token have no turn, and get no number.
     numbered = torch.unique_consecutive(key // (high + 1), return_inverse=True)[1]
     return TurnIndex(mask, of_token, first, last, numbered, key % (high + 1))
+
+
+def run_ends(ids: Tensor) -> Tensor:
+    """Whether each entry ``[M]`` is the last of a run of equal ones: ``[M]`` bool.
+
+    Examples:
+        >>> run_ends(torch.tensor([7, 7, 3]))
+        tensor([False,  True,  True])
+    """
+    ends = torch.ones_like(ids, dtype=torch.bool)
+    ends[:-1] = ids[1:] != ids[:-1]
+    return ends
 
 
 def _episodes(mask: Tensor, turns: Tensor, episode: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask, check_shape, check_unit_interval
-from torchrl_mt.objectives.functional.time.episodes import TurnIndex, index_episodes, index_turns
+from torchrl_mt.objectives.functional.time.episodes import (
+    TurnIndex,
+    index_episodes,
+    index_turns,
+    run_ends,
+)
 from torchrl_mt.objectives.functional.time.recurrence import (
     accumulation_dtype,
     from_the_end_,
@@ -117,12 +122,8 @@ def episode_gae(
     dtype = accumulation_dtype(reward.device)
     earned = rewards_on_sampled(reward, mask, dtype=dtype).flatten()[index.token]
     at_token = value.flatten()[index.token].to(dtype)
-    ends = index.ends()
-    next_value = torch.nn.functional.pad(at_token[1:], (0, min(1, len(at_token))))
-    delta = earned + torch.where(ends, 0.0, gamma * next_value) - at_token
-    decay = torch.where(ends, 0.0, gamma * lmbda).to(dtype)
-    longest = int(torch.bincount(index.of_token, minlength=1).max())
-    advantage = reverse_linear_recurrence(delta, decay, longest=longest)
+    delta = earned + torch.where(run_ends(index.of_token), 0.0, gamma * _next(at_token)) - at_token
+    advantage = _within_runs(delta, index.of_token, gamma * lmbda)
     return index.write(advantage.float()), index.write((advantage + at_token).float())
 
 
@@ -254,17 +255,12 @@ def bilevel_gae(
     order = torch.argsort(index.of_token, stable=True)
     turn = index.of_token[order]
     reward, at_token = reward[mask][order], value[mask][order].to(dtype)
-    ends = torch.ones_like(turn, dtype=torch.bool)
-    ends[:-1] = turn[1:] != turn[:-1]
-    next_value = torch.nn.functional.pad(at_token[1:], (0, 1))
     delta = torch.where(
-        ends,
+        run_ends(turn),
         of_turn[turn] - (earned[turn] - reward),
-        reward + gamma * next_value - at_token,
+        reward + gamma * _next(at_token) - at_token,
     )
-    decay = torch.where(ends, 0.0, gamma * lmbda).to(dtype)
-    longest = int(torch.bincount(turn).max())
-    in_order = reverse_linear_recurrence(delta, decay, longest=longest)
+    in_order = _within_runs(delta, turn, gamma * lmbda)
     advantage = torch.empty_like(in_order).scatter(0, order, in_order)
     returns = advantage + value[mask].to(dtype)
     return (
@@ -278,10 +274,21 @@ def _gae_over_turns(
 ) -> Tensor:
     """Compute the advantages of turns from their rewards and values, all ``[K]``."""
     discount = index.discount_to_next(gamma)
-    next_value = torch.nn.functional.pad(value[1:], (0, min(1, len(value))))
     # Select, do not multiply by 0: another episode's value may be infinite.
-    delta = reward + torch.where(discount == 0, 0.0, discount * next_value) - value
+    delta = reward + torch.where(discount == 0, 0.0, discount * _next(value)) - value
     return reverse_linear_recurrence(delta, discount * lmbda)
+
+
+def _within_runs(delta: Tensor, ids: Tensor, decay: float) -> Tensor:
+    """Solve ``y[i] = delta[i] + decay * y[i + 1]`` over each run of equal ids, all ``[M]``."""
+    decays = torch.where(run_ends(ids), 0.0, decay).to(delta.dtype)
+    longest = int(torch.bincount(ids, minlength=1).max())
+    return reverse_linear_recurrence(delta, decays, longest=longest)
+
+
+def _next(x: Tensor) -> Tensor:
+    """The entry after each, 0 after the last: ``[M]``."""
+    return torch.nn.functional.pad(x[1:], (0, min(1, len(x))))
 
 
 def _check_gae(reward: Tensor, value: Tensor, mask: Tensor, **discounts: float) -> None:

@@ -12,12 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_mt.checks import check_mask, check_unit_interval
-from torchrl_mt.objectives.functional.time.sampled import (
-    first_sampled_token,
-    only_sampled_,
-    rewards_on_sampled,
-)
+from torchrl_mt.objectives.functional.time.sampled import first_sampled_token
 
 
 def reverse_linear_recurrence(x: Tensor, decay: Tensor, *, longest: int | None = None) -> Tensor:
@@ -59,41 +54,18 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sampled_recurrence(x: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """Solve ``y[i] = x[i] + decay * y[i + 1]`` over a row's sampled tokens ``i`` only.
+def from_the_end_(x: Tensor, mask: Tensor, count: Tensor, decay: float) -> Tensor:
+    """Solve ``y[i] = x[i] + decay * y[i + 1]`` over a row's sampled tokens ``i`` only, all ``[..., S]``.
 
     A value on a masked token moves to the last sampled token before it, or else to the row's first.
-    Sums are taken in float64 where the device has it.
-
-    Args:
-        x: ``[..., S]`` floating.
-        mask: ``[..., S]`` bool, true on sampled tokens.
-        decay: Factor per sampled token, in [0, 1].
-
-    Returns:
-        ``[..., S]`` float32, zero on masked tokens.
+    ``x`` is flipped and is overwritten; the result is flipped, too. ``mask`` and ``count``, of
+    :func:`sampled_so_far`, are not flipped. Masked tokens get any value.
 
     Examples:
         >>> mask = torch.tensor([True, False, True])
-        >>> sampled_recurrence(torch.tensor([1.0, 2.0, 4.0]), mask, 0.5)
-        tensor([5., 0., 4.])
-    """
-    check_mask("mask", mask, x.shape)
-    check_unit_interval("decay", decay)
-    if not x.numel():
-        return x.float()
-    if decay == 0.0:
-        return rewards_on_sampled(x, mask, dtype=accumulation_dtype(x.device)).float()
-    # Flipping is cheaper before the conversion.
-    x = x.flip(-1).to(accumulation_dtype(x.device), copy=True)
-    y = from_the_end_(x, mask, sampled_so_far(mask), decay).to(torch.float32).flip(-1)
-    return only_sampled_(y, mask)
-
-
-def from_the_end_(x: Tensor, mask: Tensor, count: Tensor, decay: float) -> Tensor:
-    """:func:`sampled_recurrence` of a flipped ``x``, which is overwritten; the result is flipped, too.
-
-    ``mask`` and ``count``, of :func:`sampled_so_far`, are not flipped. Masked tokens get any value.
+        >>> x = torch.tensor([4.0, 2.0, 1.0])
+        >>> from_the_end_(x, mask, sampled_so_far(mask), 0.5)[[2, 0]]
+        tensor([5., 4.])
     """
     if decay == 0.0:
         owner = count.flip(-1).sub_(1).clamp_(min=0).long()

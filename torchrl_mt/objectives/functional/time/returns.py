@@ -5,6 +5,7 @@ Masked tokens take no time: removing them, once their rewards are on sampled tok
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torchrl_mt.checks import check_mask, check_unit_interval
@@ -12,10 +13,11 @@ from torchrl_mt.objectives.functional.group import group_advantage
 from torchrl_mt.objectives.functional.time.episodes import index_turns
 from torchrl_mt.objectives.functional.time.recurrence import (
     accumulation_dtype,
+    from_the_end_,
     reverse_linear_recurrence,
-    sampled_recurrence,
+    sampled_so_far,
 )
-from torchrl_mt.objectives.functional.time.sampled import rewards_on_sampled
+from torchrl_mt.objectives.functional.time.sampled import only_sampled_, rewards_on_sampled
 
 
 def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -41,7 +43,15 @@ def masked_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """
     check_mask("mask", mask, reward.shape)
     check_unit_interval("gamma", gamma)
-    return sampled_recurrence(reward, mask, gamma)
+    if not reward.numel():
+        return reward.float()
+    dtype = accumulation_dtype(reward.device)
+    if gamma == 0.0:
+        return rewards_on_sampled(reward, mask, dtype=dtype).float()
+    # Flipping is cheaper before the conversion.
+    x = reward.flip(-1).to(dtype, copy=True)
+    y = from_the_end_(x, mask, sampled_so_far(mask), gamma).to(torch.float32).flip(-1)
+    return only_sampled_(y, mask)
 
 
 def turn_returns(
