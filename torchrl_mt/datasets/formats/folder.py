@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -64,9 +64,8 @@ class FolderReader(EpisodicReader):
         super().__init__(schema, self._episodes.lengths, self._episodes.own_next)
         self.identity = header["data"]
 
-    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
-        """Read steps, of these entries or of all; an image that is in two of them is decoded once."""
-        paths = [*(self.schema.fields if fields is None else fields)]
+    def read(self, runs: Runs, paths: Sequence[Path]) -> Steps:
+        """Read these entries of steps; an image that is in two of them is decoded once."""
         columns: dict[Path, Column] = {}
         if runs.stride == 1 and not self.own_next[runs.episodes].any():
             following = replace(runs, counts=runs.counts + 1)
