@@ -129,7 +129,7 @@ class _Writer(FormatWriter):
         self._new = None if adds else unfinished_path(path)
         """What becomes ``path``: with the first episode, or at the end of an overwrite."""
         self._written = False
-        if mode == "overwrite" and _detect(path):
+        if mode == "overwrite" and path.is_file() and _detect(path):
             _Reader(path).close()  # Lines of others are not replaced.
         if adds:
             reader = _Reader(path)
@@ -232,7 +232,7 @@ def _detect(path: FilePath) -> bool:
         with open(path, "rb") as file:
             return _LENGTH.match(file.read(1000)) is not None or path.suffix.lower() == ".jsonl"
     except OSError:
-        return False
+        return path.suffix.lower() == ".jsonl" and not path.exists()
 
 
 FORMAT = Format("jsonl", _Reader, _Writer, _detect)
