@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchrl_mt.datasets._files.checksums import crcs_of
-from torchrl_mt.datasets._files.episode_folder import EpisodeFolder
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, write_all
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Mode
@@ -161,7 +161,7 @@ class _Log:
     def __init__(self, data: FilePath, first: int, schema: Any) -> None:
         self.name, self.first = _name(first), first
         self._file = io.FileIO(data / self.name, "w")
-        self._write(schema.serialize())
+        write_all(self._file, schema.serialize())
         self._ends = [self.size]
         """Where each episode begins, and the last one ends."""
 
@@ -181,17 +181,12 @@ class _Log:
         if self.size > self._ends[-1]:
             self._file.seek(self._ends[-1])
             self._file.truncate()
-        self._write(batch.serialize())
+        write_all(self._file, batch.serialize())
         self._ends.append(self.size)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, data: Any) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
 
 
 def _name(first: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "FormatReader",
     "Runs",
     "WholeReader",
+    "check_version",
     "joined",
     "runs_of",
 ]
@@ -43,6 +45,15 @@ __all__ = [
 
 class DatasetError(ValueError):
     """A data set, or an episode of it, that cannot be read."""
+
+
+def check_version(path: FilePath, version: int, newest: int) -> None:
+    """Refuse a data set of a layout that this package does not know yet (``DatasetError``)."""
+    if version > newest:
+        raise DatasetError(
+            f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
+            f"reads {newest}): upgrade torchrl_mt."
+        )
 
 
 @dataclass(frozen=True)
