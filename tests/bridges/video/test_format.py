@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.datasets.episodes import assert_same
 from tests.datasets.formats.test_folder import files_of, random_images
@@ -274,14 +273,3 @@ def test_frames_that_the_decoder_would_make_up_are_refused(tmp_path):
             noticed += 1
     # A flipped bit may also mean another color, so not all can be noticed.
     assert noticed > 15
-
-
-@pytest.mark.slow
-def test_forked_workers_read_what_this_process_has_read(tmp_path):
-    dataset = write(tmp_path / "set", {"x": smooth(12, 24, 32, 3)})
-    clips = ClipDataset(dataset, 4)
-    expected = [clips[i]["x"] for i in range(len(clips))]
-    loader = DataLoader(clips, batch_size=3, num_workers=2, multiprocessing_context="fork")
-    got = [x for batch in loader for x in batch["x"]]
-    assert all(map(torch.equal, got, expected))
-    assert len(got) == len(expected) == 9
