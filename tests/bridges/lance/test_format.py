@@ -165,26 +165,6 @@ def test_rows_of_other_programs_are_noticed(tmp_path):
         EpisodeDataset(path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted"])
-def test_the_other_episodes_of_a_damaged_file_are_readable(damage, tmp_path):
-    path = tmp_path / "x.lance"
-    for T in (1, 2, 3):
-        write(path, [walk(T), walk(T)])
-    fragment = lance_library.dataset(path).get_fragments()[1]
-    file = path / "data" / fragment.data_files()[0].path
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:100])
-    else:
-        file.unlink()
-    dataset = EpisodeDataset(path)
-    for i in range(6):
-        if i in (2, 3):
-            with pytest.raises(DatasetError, match=f"episode {i} of "):
-                dataset.episode(i)
-        else:
-            assert_same(dataset.episode(i), walk(1 + i // 2))
-
-
 def test_a_fork_is_refused_before_lance_crashes_in_it(tmp_path, monkeypatch):
     write(tmp_path / "x.lance", [walk(4)])
     monkeypatch.setattr(lance, "_process", os.getpid() + 1)

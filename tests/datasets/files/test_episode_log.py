@@ -9,6 +9,7 @@ import io
 import os
 import shutil
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -124,20 +125,22 @@ def test_an_overwrite_is_seen_at_once(format, examples, tmp_path):
     assert os.listdir(tmp_path / "data") == [path.name]
 
 
-def num_files(path, format):
+def large_files(path, format):
+    """The large files of a data set, in the order of their episodes."""
     if format == "arrow":
-        return len(list(path.glob("*/*.parquet")))
-    return len(list((path / "data").iterdir()))
+        return sorted(path.glob("*/*.parquet"))
+    fragments = import_module("lance").dataset(path).get_fragments()
+    return [path / "data" / each.data_files()[0].path for each in fragments]
 
 
 def test_files_hold_many_episodes_and_small_ones_are_joined(format, tmp_path, monkeypatch):
     path = new_path(tmp_path, format, "x")
     monkeypatch.setattr(episode_log.LoggedWriter, "fold_episodes", 5)
     write(path, format, range(12))
-    assert num_files(path, format) == 3
+    assert len(large_files(path, format)) == 3
     for number in range(12, 24):
         write(path, format, [number])
-    assert num_files(path, format) < 9
+    assert len(large_files(path, format)) < 9
     check(path, range(24))
 
 
@@ -158,6 +161,36 @@ def test_a_dataset_that_is_open_stays_readable_while_a_writer_goes_on(format, tm
     write(path, format, [30], "overwrite")
     with pytest.raises(DatasetError, match="was replaced since it was opened: open it again"):
         before.episode(0)
+
+
+DAMAGES = {
+    "truncated": lambda content: content[:-20],
+    "beginning": lambda content: content[:100],
+    "text": lambda content: b"no data",
+    "zeros": lambda content: (
+        content[:8] + bytes(len(content) // 2) + content[8 + len(content) // 2 :]
+    ),
+    "deleted": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_other_episodes_of_a_damaged_file_are_readable(format, damage, tmp_path):
+    path = new_path(tmp_path, format, "x")
+    for first in (0, 2, 4):
+        write(path, format, [first, first + 1])
+    file = large_files(path, format)[1]
+    content = file.read_bytes()
+    file.unlink() if damage == "deleted" else file.write_bytes(DAMAGES[damage](content))
+    dataset = EpisodeDataset(path)
+    named = "" if format == "lance" else file.name if damage != "deleted" else "lacks the file"
+    for i in range(6):
+        if i in (2, 3):
+            with pytest.raises(DatasetError, match=rf"(?s)episode {i} of .*{named}"):
+                dataset.episode(i)
+        else:
+            check_numbered(dataset.episode(i), i, format)
+    assert len(list(dataset.episodes(skip_unreadable=True))) == 4
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
