@@ -308,7 +308,7 @@ class _Writer(LoggedWriter):
         """Return the rows of an episode."""
         import pyarrow as pa
 
-        size = max(map(_size, episode.columns.values()))
+        size = max(map(len, episode.columns.values()))
         padded = {path: _padded(stored, size) for path, stored in episode.columns.items()}
         batch = pa.record_batch(
             {
@@ -368,15 +368,9 @@ class _Writer(LoggedWriter):
                 (self.folder.path / "data" / file.path).unlink(missing_ok=True)
 
 
-def _size(stored: StoredRows) -> int:
-    if isinstance(stored, TextRows):
-        return len(stored.texts)
-    return len(stored.values if isinstance(stored, DenseRows) else stored.shapes)
-
-
 def _padded(stored: StoredRows, size: int) -> StoredRows:
     """Append rows of zeros, or empty ones, up to ``size`` rows."""
-    more = size - _size(stored)
+    more = size - len(stored)
     if not more:
         return stored
     if isinstance(stored, TextRows):

@@ -72,8 +72,10 @@ class LoggedWriter(FormatWriter):
 
     def write(self, episode: EncodedEpisode) -> None:
         """Write an episode."""
-        if self._log is not None and self._is_full(self._log):
-            self._fold_log()
+        if self._log is not None:
+            count = self.folder.num_episodes - self._log.first
+            if self._log.size >= self.fold_bytes or count >= self.fold_episodes:
+                self._fold_log()
         batch = self.batch(episode)
         if self._log is None:
             self._log = _Log(self.folder.make(), self.folder.num_episodes, batch.schema)
@@ -98,9 +100,6 @@ class LoggedWriter(FormatWriter):
         if self._log is not None:
             self._log.close()
         self.folder.abort()
-
-    def _is_full(self, log: _Log) -> bool:
-        return log.size >= self.fold_bytes or log.num_episodes >= self.fold_episodes
 
     def _fold_log(self) -> None:
         log = self._log
@@ -169,11 +168,6 @@ class _Log:
     def size(self) -> int:
         """Bytes of the file."""
         return self._file.tell()
-
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes."""
-        return len(self._ends) - 1
 
     def append(self, number: int, batch: Any) -> None:
         """Write the episode of this number, in the place of one that was not committed."""
