@@ -14,7 +14,7 @@ import json
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -337,7 +337,11 @@ class _ParquetReader(_ArrowReader):
         return parquet.ParquetFile(file).read(names, use_threads=False)
 
 
-_READERS = {"hdf5": _Hdf5Reader, "arrow": _ArrowReader, "parquet": _ParquetReader}
+_READERS: dict[str, Callable[..., _Reader]] = {
+    "hdf5": _Hdf5Reader,
+    "arrow": _ArrowReader,
+    "parquet": _ParquetReader,
+}
 
 
 def _reader(path: FilePath) -> _Reader:
