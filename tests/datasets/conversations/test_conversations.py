@@ -20,13 +20,12 @@ from torchrl.objectives.llm.sft import SFTLoss
 
 from tests.chat.families import QWEN25 as QWEN_TOOLS
 from tests.chat.templates import CHATML, MISTRAL_SYSTEM_LAST, QWEN3, byte_level, sentence_piece
-from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.datasets import ConversationDataset, to_hf_dataset
-from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
+
+from .games import played
 
 datasets = pytest.importorskip("datasets")
 
@@ -76,30 +75,18 @@ def test_a_row_has_the_keys_of_merged_turns(tokenizer):
 
 
 def test_rows_are_those_of_a_played_game(tokenizer):
-    guesses = iter(["8", "4", "6", "5", "3", "8", "12", "10"])
-
-    def answer(prompt):
-        return tokenizer(next(guesses) + "<end>")["input_ids"]
-
-    engine = ScriptedEngine(tokenizer, answer)
-    collector = MultiTurnCollector(
-        *(GuessNumber(16, 5), engine, [{"number": 7}, {"number": 10}]),
-        episodes_per_batch=2,
-        total_episodes=2,
-        max_concurrency=1,
-    )
-    (batch,) = collector
-    collector.shutdown()
-    played = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
+    guesses = ["8", "4", "6", "5", "3", "8", "12", "10"]
+    batch = played(tokenizer, guesses, [7, 10])
+    merged = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
     talks = to_hf_dataset(batch)
     # The game's last word is behind the last answer, where an episode's row ends.
     source = [{"messages": talk["messages"][:-1]} for talk in talks]
     dataset = ConversationDataset(source, tokenizer)
     rows = dataset.collate(list(dataset))
     for key in ("tokens", "masks", "turns"):
-        assert_same(rows[key], played[key])
+        assert_same(rows[key], merged[key])
     # All of MergeTurns' entries but the engine's settings.
-    assert set(rows.keys(True, True)) == set(played.exclude("sampling").keys(True, True))
+    assert set(rows.keys(True, True)) == set(merged.exclude("sampling").keys(True, True))
     whole = ConversationDataset(talks, tokenizer)
     size = int(rows["masks", "all_attention_mask"][0].sum())
     assert torch.equal(whole[0]["tokens", "full"][:size], rows["tokens", "full"][0, :size])
