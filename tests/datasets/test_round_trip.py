@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 import torch
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import few_or_many
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import (
     ClipDataset,
     EpisodeDataset,
@@ -80,7 +80,7 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
         order = rng.sample(range(len(episodes)), len(episodes))
         loaded, one_by_one = EpisodeStorage(1000), EpisodeStorage(1000)
         load_episodes(path, loaded)
-        buffer = ReplayBuffer(storage=one_by_one, writer=EpisodeWriter(), batch_size=1)
+        buffer = buffer_of(one_by_one)
         with open_episodes(again, format=format) as out:
             for i in order:
                 buffer.extend(dataset.episode(i))

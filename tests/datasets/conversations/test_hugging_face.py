@@ -9,9 +9,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.chat.families import QWEN3
 from tests.chat.templates import byte_level
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import (
     ConversationDataset,
     EpisodeDataset,
@@ -36,9 +36,9 @@ def batch(tokenizer):
 
 
 def stored(batch):
-    storage = EpisodeStorage(100)
-    ReplayBuffer(storage=storage, writer=EpisodeWriter()).extend(batch)
-    return storage
+    buffer = buffer_of(100)
+    buffer.extend(batch)
+    return buffer.storage
 
 
 def split(batch):
