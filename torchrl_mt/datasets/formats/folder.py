@@ -201,8 +201,4 @@ def _folder_of(data: FilePath, episode: int) -> FilePath:
     return data / f"chunk-{episode // _CHUNK:03d}" / f"episode-{episode:06d}"
 
 
-def _detect(path: FilePath) -> bool:
-    return format_in(path) == "folder"
-
-
-FORMAT = Format("folder", FolderReader, FolderWriter, _detect)
+FORMAT = Format("folder", FolderReader, FolderWriter, lambda path: format_in(path) == "folder")
