@@ -1,12 +1,13 @@
-"""Files and folders that a folder's own files name: they lie in it, whatever the names and links say."""
+"""Files and folders that a folder's own files name, which lie in it, and files that appear whole."""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path, PurePath
+from uuid import uuid4
 
-__all__ = ["inside"]
+__all__ = ["inside", "replace_file"]
 
 
 def inside(folder: Path, name: str | PurePath, *, to_write: bool = False) -> Path:
@@ -52,6 +53,18 @@ def inside(folder: Path, name: str | PurePath, *, to_write: bool = False) -> Pat
         kind = stat.S_IFMT(os.stat(path).st_mode) if path.exists() else stat.S_IFREG
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise ValueError(f"{path} is neither a file nor a folder: remove it.")
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> Path:
+    """Write a file; an error leaves what was there. Returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.collectors.test_dump import played
 from torchrl_mt.audit import audit_rows
 from torchrl_mt.audit.__main__ import main
@@ -24,7 +24,6 @@ from torchrl_mt.collectors import (
     episodes_to_tensordict,
 )
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import save_episodes
 from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.envs import GuessNumber
@@ -248,7 +247,7 @@ def test_every_source_is_read_alike(tmp_path_factory, episodes):
     folder, batch = tmp_path_factory.mktemp("audit"), episodes_to_tensordict(episodes)
     rows = MergeTurns()(batch)
     EpisodeDump(folder / "dump").write(episodes)
-    buffer = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+    buffer = buffer_of(100)
     buffer.extend(batch)
     save_episodes(buffer, folder / "set.jsonl")
     rows.select("tokens", "masks", "log_probs", "versions", "turns", "episode", "fork").save(

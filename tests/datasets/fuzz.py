@@ -16,43 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from tensordict import TensorDict
-
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 
-from .episodes import assert_same
 from .every_format import new_path
+from .numbered import check_numbered, numbered
+from .numbered import write as write_numbered
 
 COUNT = 5
 REFUSED = (DatasetError, FileNotFoundError, PermissionError)
 """What readers may raise: the second only if the whole data set is gone."""
-
-
-def episode(number: int) -> TensorDict:
-    """An episode that is told by its number; images are flat, which video keeps nearly."""
-    generator = torch.Generator().manual_seed(number)
-    T = 2 + number % 3
-    observation = torch.randn(T + 1, 3, generator=generator)
-    data = TensorDict(
-        {
-            "observation": observation[:-1],
-            "image": torch.full((T, 8, 8, 3), 40 * (number % 6), dtype=torch.uint8),
-            "next": {"observation": observation[1:], "done": torch.arange(T) == T - 1},
-        },
-        [T],
-    )
-    data["text"] = [f"step {t} of {number}" for t in range(T)]
-    return data
-
-
-def close_to(got: Any, expected: TensorDict, format: str) -> None:
-    """Compare two episodes; images of videos are close only."""
-    if format == "video":
-        difference = got["image"].int() - expected["image"].int()
-        assert difference.abs().max() <= 8
-        got, expected = got.exclude("image"), expected.exclude("image")
-    assert_same(got, expected)
 
 
 # ---- damage -----------------------------------------------------------------------------------------
@@ -171,7 +143,7 @@ def read(path: Path, format: str, prefix: bool) -> str:
     assert len(dataset) == COUNT or prefix, f"{len(dataset)} episodes"
     for i in range(len(dataset)):
         for get, check in (
-            (dataset.episode, lambda got, i=i: close_to(got, episode(i), format)),
+            (dataset.episode, lambda got, i=i: check_numbered(got, i, format)),
             (dataset.metadata, lambda got, i=i: _equal(got, {"number": i})),
         ):
             try:
@@ -193,13 +165,13 @@ def write(path: Path, format: str, mode: str) -> str:
     """Append or overwrite; return how it ended."""
     try:
         with open_episodes(path, format=format, mode=mode) as out:
-            out.write_episode(episode(COUNT), {"number": COUNT})
+            out.write_episode(numbered(COUNT), {"number": COUNT})
     except (ValueError, OSError):
         return f"{mode} refused"
     if mode == "overwrite":
         dataset = EpisodeDataset(path)
         assert len(dataset) == 1
-        close_to(dataset.episode(0), episode(COUNT), format)
+        check_numbered(dataset.episode(0), COUNT, format)
     return f"{mode} done"
 
 
@@ -236,9 +208,7 @@ class Fuzzer:
         self.before = tree(self.canary)
         self.counts: Counter[tuple[str, str]] = Counter()
         for format in formats:
-            with open_episodes(new_path(folder / "whole", format, 0), format=format) as out:
-                for i in range(COUNT):
-                    out.write_episode(episode(i), {"number": i})
+            write_numbered(new_path(folder / "whole", format, 0), format, range(COUNT))
 
     def try_one(self, seed: int) -> None:
         """Damage one data set, read it, and write to it."""

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
-from torchrl.data import ReplayBuffer
 
 from tests.buffers import buffer_of
 from tests.tiers import examples
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeStorage
 from torchrl_mt.datasets import ClipDataset, EpisodeDataset, save_episodes
 
 
@@ -100,7 +99,7 @@ def test_clips_are_what_the_clip_sampler_samples(lengths, slice_len, stride):
 
 def test_a_copy_of_a_storage_is_as_it_was():
     storage = storage_of([5])
-    buffer = ReplayBuffer(storage=storage, writer=EpisodeWriter())
+    buffer = buffer_of(storage)
     clips = ClipDataset(buffer, 2)
     buffer.empty()
     storage.append(ted(9, 100))

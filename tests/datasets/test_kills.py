@@ -9,36 +9,15 @@ import signal
 import time
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 
-from .episodes import assert_same
-from .every_format import ALL, LOSSLESS, new_path, process_context
+from .every_format import ALL, new_path, process_context
+from .numbered import check, check_numbered, numbered, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("format", ALL)]
 
 KILLS = 15
-
-
-def episode(number: int, format: str) -> TensorDict:
-    """An episode that is told by its number."""
-    generator = torch.Generator().manual_seed(number)
-    T = 1 + number % 7
-    observation = torch.randn(T + 1, 3, generator=generator)
-    data = TensorDict(
-        {
-            "number": torch.full((T,), number),
-            "observation": observation[:-1],
-            "next": {"observation": observation[1:], "done": torch.arange(T) == T - 1},
-        },
-        [T],
-    )
-    if format in ("folder", "video"):
-        data["image"] = torch.randint(0, 256, (T, 8, 8, 3), dtype=torch.uint8, generator=generator)
-    data["text"] = [f"step {t} of {number}" for t in range(T)]
-    return data
 
 
 def write_on(path, format, mode, first, acknowledged):
@@ -46,7 +25,7 @@ def write_on(path, format, mode, first, acknowledged):
     with open_episodes(path, format=format, mode=mode) as out:
         number = first
         while True:
-            out.write_episode(episode(number, format), {"number": number})
+            out.write_episode(numbered(number), {"number": number})
             acknowledged.send_bytes(b"\n")
             number += 1
 
@@ -92,35 +71,18 @@ def test_appended_episodes_survive(format, tmp_path):
         written = found
         dataset = EpisodeDataset(path) if found else []
         for number in range(max(0, found - said - 2), found):
-            got = dataset.episode(number)
-            assert got["number"].unique().tolist() == [number]
+            check_numbered(dataset.episode(number), number, format)
             assert dataset.metadata(number) == {"number": number}
-            if format in LOSSLESS:
-                assert_same(got, episode(number, format))
     assert written > KILLS
-    with open_episodes(path, format=format, mode="append") as out:
-        out.write_episode(episode(written, format), {"number": written})
-    dataset = EpisodeDataset(path)
-    assert [dataset.metadata(i)["number"] for i in range(len(dataset))] == [*range(written + 1)]
-    for i in range(len(dataset)):
-        if format in LOSSLESS:
-            assert_same(dataset.episode(i), episode(i, format))
+    check(write(path, format, [written]), range(written + 1))
     assert os.listdir(tmp_path) == [path.name]
 
 
 def test_an_overwrite_that_was_killed_leaves_what_was_there(format, tmp_path):
     path, rng = new_path(tmp_path, format, "killed"), random.Random(1)
-    with open_episodes(path, format=format) as out:
-        out.write_episode(episode(7, format))
+    write(path, format, [7])
     for _ in range(5):
         killed_writer(path, format, "overwrite", 100, rng)
-        dataset = EpisodeDataset(path)
-        assert len(dataset) == 1
-        if format in LOSSLESS:
-            assert_same(dataset.episode(0), episode(7, format))
-    with open_episodes(path, format=format, mode="overwrite") as out:
-        out.write_episode(episode(8, format))
-        out.write_episode(episode(9, format))
-    dataset = EpisodeDataset(path)
-    assert [dataset.episode(i)["number"][0].item() for i in range(len(dataset))] == [8, 9]
+        check(path, [7])
+    check(write(path, format, [8, 9], "overwrite"), [8, 9])
     assert os.listdir(tmp_path) == [path.name]

@@ -10,9 +10,11 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
 from tests.same_data import assert_same
+from tests.tiers import some_fast
 from torchrl_mt.datasets import ClipDataset, save_episodes
 
 from .episodes import DTYPES, random_bits
+from .every_format import ALL, new_path, process_context
 
 N = 2
 """Steps of a clip."""
@@ -50,3 +52,28 @@ def test_workers_change_nothing(name, width, tmp_path):
     if name == "nothing":
         other["observation"].zero_()  # It is the receiver's own.
         assert one["observation"].any()
+
+
+@pytest.mark.parametrize("format", some_fast(["hdf5", "folder", "arrow", "jsonl"], ALL))
+def test_workers_see_each_clip_once_an_epoch(format, tmp_path):
+    steps = iter(range(1000))
+    episodes = [[next(steps) for _ in range(length)] for length in (5, 3, 9, 4)]
+    images = torch.arange(40, 61, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 8, 8, 3)
+    path = new_path(tmp_path, format, "loader")
+    save_episodes(({"step": each, "image": images[each]} for each in episodes), path, format=format)
+    clips = ClipDataset(path, 4)
+
+    def told(clip):
+        return clip["step"].tolist(), clip["image"].tolist()
+
+    expected = sorted(map(told, clips))  # What this process reads, the others read as well.
+    loader = DataLoader(
+        clips,
+        batch_size=3,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context=process_context(format),
+        persistent_workers=True,
+    )
+    for _ in range(3):
+        assert sorted(told(clip) for batch in loader for clip in batch) == expected

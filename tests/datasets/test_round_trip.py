@@ -7,11 +7,10 @@ import shutil
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.tiers import few_or_many
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import (
     ClipDataset,
     EpisodeDataset,
@@ -81,7 +80,7 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
         order = rng.sample(range(len(episodes)), len(episodes))
         loaded, one_by_one = EpisodeStorage(1000), EpisodeStorage(1000)
         load_episodes(path, loaded)
-        buffer = ReplayBuffer(storage=one_by_one, writer=EpisodeWriter(), batch_size=1)
+        buffer = buffer_of(one_by_one)
         with open_episodes(again, format=format) as out:
             for i in order:
                 buffer.extend(dataset.episode(i))
@@ -145,27 +144,6 @@ def test_any_key_is_written_and_read_back(format, first, tmp_path):
     assert {key: episode[key].tolist() for key in keys} == {
         k: v.tolist() for k, v in written.items()
     }
-
-
-def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(format, tmp_path):
-    if format == "lance":
-        pytest.skip(
-            "starting processes that may use Lance takes long: tests/datasets/formats/test_lance.py"
-        )
-    lengths = [5, 3, 9, 4]
-    path = new_path(tmp_path, format, "loader")
-    steps = iter(range(1000))
-    save_episodes(
-        ({"step": [next(steps) for _ in range(length)]} for length in lengths), path, format=format
-    )
-    clips = ClipDataset(path, 4)
-    expected = sorted(tuple(clip["step"].tolist()) for clip in clips)
-    loader = DataLoader(
-        clips, batch_size=3, shuffle=True, num_workers=2, multiprocessing_context="fork"
-    )
-    for _ in range(3):
-        seen = [tuple(clip) for batch in loader for clip in batch["step"].tolist()]
-        assert sorted(seen) == expected
 
 
 def test_data_sets_of_an_earlier_release_are_read_and_added_to(format, tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,10 +319,21 @@ def test_a_writer_that_is_never_closed_is_named(format, mode, tmp_path):
     assert contents(tmp_path) == [path.name]
 
 
-def test_a_dropped_data_set_leaves_no_file_open(tmp_path, recwarn):
-    path = tmp_path / "a.jsonl"
-    save_episodes([episode(1)], path)
-    EpisodeDataset(path).episode(0)
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.parametrize("end", [EpisodeDataset.close, lambda dataset: None])
+@every_format
+def test_no_file_stays_open(format, end, tmp_path, recwarn):
+    path = new_path(tmp_path, format, "a")
+    for _ in range(2):
+        save_episodes([episode(1)], path, format=format, mode="append")
+    dataset = EpisodeDataset(path)
+    dataset.episode(0)
+    end(dataset)
+    del dataset
+    gc.collect()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            assert str(tmp_path) not in os.readlink(each)
     assert not recwarn.list
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.collectors.test_dump import played
 from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.dump import EpisodeDump
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import save_episodes
 from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
@@ -38,8 +37,8 @@ def facts(episode, *names):
     }
 
 
-def buffer_of(batch):
-    buffer = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
+def buffer_with(batch):
+    buffer = buffer_of(100)
     buffer.extend(batch)
     return buffer
 
@@ -57,12 +56,12 @@ def test_all_sources_agree(episode):
     batch = episodes_to_tensordict([episode])
     with tempfile.TemporaryDirectory() as folder:
         EpisodeDump(f"{folder}/dump").write([episode])
-        save_episodes(buffer_of(batch), f"{folder}/set.jsonl")
+        save_episodes(buffer_with(batch), f"{folder}/set.jsonl")
         sources = [
             [episode],
             f"{folder}/dump",
             batch,
-            buffer_of(batch),
+            buffer_with(batch),
             f"{folder}/set.jsonl",
             MergeTurns()(batch),
         ]

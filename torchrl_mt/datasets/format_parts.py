@@ -8,6 +8,7 @@ from torchrl_mt.datasets._encoding.stored_columns import (
     RaggedRows,
     StoredRows,
     TextRows,
+    array_dtype,
     decode,
 )
 from torchrl_mt.datasets._encoding.values import dtype_of, to_json_text
@@ -49,6 +50,7 @@ __all__ = [
     "Steps",
     "StoredRows",
     "TextRows",
+    "array_dtype",
     "channels_of",
     "checked_header",
     "decode",

@@ -112,28 +112,20 @@ def find_format(path: Path, name: str | None = None) -> Format:
     """
     if name is not None:
         check_choice("format", name, _names())
-        return _registered.get(name) or _known(name)
-    for known in reversed(_registered.values()):
-        if known.detect(path):
-            return known
-    suffix = path.suffix.lower()
-    if path.exists():
-        # The one that its name tells is asked first.
-        own = sorted(_OWN, key=lambda each: suffix not in _OWN[each])
-        for name in [*own, *plugin_names("formats")]:
-            if name not in _registered and _known(name).detect(path):
-                return _known(name)
+        return _known(name)
+    suffix, exists = path.suffix.lower(), path.exists()
+    # The one that its name tells is asked first.
+    own = sorted(_OWN, key=lambda each: suffix not in _OWN[each])
+    others = [*own, *plugin_names("formats")] if suffix or exists else []
+    for each in dict.fromkeys([*reversed(_registered), *others]):
+        if _known(each).detect(path):
+            return _known(each)
+    if exists:
         raise DatasetError(
             f"{path} is no data set of a known format ({', '.join(_names())}): it may be damaged, or "
             f"give format=."
         )
-    for each, of_format in _OWN.items():
-        if suffix in of_format:
-            return _known(each)
     if suffix:
-        for name in plugin_names("formats"):
-            if _known(name).detect(path):
-                return _known(name)
         suffixes = ", ".join(suffix for each in _OWN.values() for suffix in each)
         raise ValueError(
             f"the format of {path} is not clear: its suffix {path.suffix!r} is none of {suffixes}. "
@@ -147,7 +139,9 @@ def _names() -> list[str]:
 
 
 def _known(name: str) -> Format:
-    """Return a format of this package or of one that adds it."""
+    """Return a format by its name."""
+    if name in _registered:
+        return _registered[name]
     if name not in _OWN:
         return load_plugin("formats", name)
     found: Format = import_module(f"torchrl_mt.datasets.formats.{name}").FORMAT

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import jinja2
 from markupsafe import Markup
 
 from torchrl_mt.json_lines import to_json
 
-__all__ = ["render", "replace_file", "script_json"]
+__all__ = ["render", "script_json"]
 
 
 def render(name: str, **values: Any) -> str:
@@ -35,15 +32,3 @@ def render(name: str, **values: Any) -> str:
 def script_json(value: Any) -> Markup:
     """Write JSON that may stand within a script element: only ``<`` could end it."""
     return Markup(json.dumps(to_json(value)).replace("<", "\\u003c"))
-
-
-def replace_file(path: Path, content: bytes) -> Path:
-    """Write a file; an error leaves what was there. Returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path

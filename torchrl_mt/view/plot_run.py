@@ -13,8 +13,9 @@ import numpy as np
 
 from torchrl_mt.checks import import_extra
 from torchrl_mt.json_lines import to_json
+from torchrl_mt.paths import replace_file
 from torchrl_mt.view.health import RULES, judge_run
-from torchrl_mt.view.pages import render, replace_file, script_json
+from torchrl_mt.view.pages import render, script_json
 from torchrl_mt.view.run_files import Run, read_run
 
 __all__ = ["page_data", "plot_run", "render_page"]

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from torchrl_mt.json_lines import to_json
+from torchrl_mt.paths import replace_file
 from torchrl_mt.view.episodes import SeenEpisode, SeenTurn, join
-from torchrl_mt.view.pages import render, replace_file, script_json
+from torchrl_mt.view.pages import render, script_json
 from torchrl_mt.view.sources import are_episodes, name_of, read_source
 from torchrl_mt.vision import StoredImage
 

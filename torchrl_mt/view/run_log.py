@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 from torchrl_mt.checks import check_at_least, check_choice, check_integer, check_positive_integer
 from torchrl_mt.installed import devices, versions
 from torchrl_mt.json_lines import append_lines, to_json, to_line
+from torchrl_mt.paths import replace_file
 from torchrl_mt.view.health import check_run
-from torchrl_mt.view.pages import replace_file
 from torchrl_mt.view.report import Report
 from torchrl_mt.view.run_files import (
     EPISODES,

@@ -158,21 +158,19 @@ def _add_row(episode: SeenEpisode, record: Mapping[str, Any], folder: Path | Non
 
 def _from_rows(rows: TensorDictBase, tokenizer: Any) -> Iterator[SeenEpisode]:
     """Read rows; what turns of no token said is not in them."""
-    arrays = {
-        name: _array(rows[key])
-        for name, key in _VALUES.items()
-        if key in rows.keys(include_nested=True)
-    }
     keys = rows.keys(include_nested=True)
-    ids = _array(rows["tokens", "full"])
-    sampled = _array(rows["masks", "all_assistant_mask"])
-    there = _array(
-        rows.get(("masks", "all_attention_mask"), torch.ones_like(rows["tokens", "full"]) > 0)
-    )
-    turns = _array(rows["turns", "full"]) if ("turns", "full") in keys else _turns_of(sampled)
-    rewards = _array(rows["rewards", "full"]) if ("rewards", "full") in keys else None
+
+    def array(key: Any) -> Any:
+        return _array(rows[key]) if key in keys else None
+
+    arrays = {name: array(key) for name, key in _VALUES.items() if key in keys}
+    ids, sampled = array(("tokens", "full")), array(("masks", "all_assistant_mask"))
+    there, turns = array(("masks", "all_attention_mask")), array(("turns", "full"))
+    there = np.ones(ids.shape, bool) if there is None else there
+    turns = _turns_of(sampled) if turns is None else turns
+    rewards = array(("rewards", "full"))
     if ("log_probs", "old") in keys and "log_prob" in arrays:
-        gap = _array(rows["log_probs", "old"]).astype(np.float64) - arrays["log_prob"]
+        gap = array(("log_probs", "old")).astype(np.float64) - arrays["log_prob"]
         arrays["ratio"] = np.exp(gap)
     episodes: dict[int, SeenEpisode] = {}
     begins: dict[int, list[tuple[SeenTurn, torch.Tensor]]] = {}
@@ -202,25 +200,13 @@ def _from_rows(rows: TensorDictBase, tokenizer: Any) -> Iterator[SeenEpisode]:
             episode.turns.append(seen)
             begins.setdefault(number, []).append((seen, torch.from_numpy(ids[i, prefix])))
     for number, episode in episodes.items():
-        _set_parents(
-            sorted(begins[number], key=lambda each: each[0].turn) if number in begins else []
-        )
+        told = sorted(begins.get(number, []), key=lambda each: each[0].turn)
+        responses = [torch.tensor(turn.ids, dtype=torch.int64, device="cpu") for turn, _ in told]
+        parents = _parents([prompt.long() for _, prompt in told], responses)
+        for (turn, _), parent in zip(told, parents, strict=True):
+            turn.parent = told[parent][0].turn if parent >= 0 else -1
         episode.turns.sort(key=lambda turn: turn.turn)
         yield episode
-
-
-def _set_parents(turns: Sequence[tuple[SeenTurn, torch.Tensor]]) -> None:
-    if not turns:
-        return
-    sizes = [len(turn.ids) for turn, _ in turns]
-    responses = torch.tensor(
-        [token for turn, _ in turns for token in turn.ids], device="cpu"
-    ).long()
-    parents = find_parents(
-        [prompt.long() for _, prompt in turns], responses, sizes, [0] * len(turns)
-    )
-    for (turn, _), parent in zip(turns, parents, strict=True):
-        turn.parent = turns[parent][0].turn if parent >= 0 else -1
 
 
 def _turns_of(sampled: np.ndarray) -> np.ndarray:
@@ -259,21 +245,17 @@ def _split(batch: Any) -> list[Any]:
 
 def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
     """Add the turns of a dialogue."""
-    prompts, responses = (_ragged(steps, ("tokens", name)) for name in ("prompt", "response"))
+    prompts, responses = (
+        steps.get(("tokens", name), as_list=True) for name in ("prompt", "response")
+    )
     sizes = [len(response) for response in responses]
     claimed = steps.get(("turn", "parent"), None)
-    parents = find_parents(
-        prompts,
-        torch.cat([*responses]).long(),
-        sizes,
-        [0] * len(sizes),
-        None if claimed is None else claimed.reshape(-1).tolist(),
-    )
+    parents = _parents(prompts, responses, None if claimed is None else claimed.flatten().tolist())
     rows = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
     episode.length = sum(rows.length)
     keys = steps.keys(include_nested=True)
     values = {
-        name: _ragged(steps, (key, "response"))
+        name: steps.get((key, "response"), as_list=True)
         for name, key in (("log_prob", "log_probs"), ("version", "versions"))
         if (key, "response") in keys
     }
@@ -303,6 +285,19 @@ def _add_turns(episode: SeenEpisode, steps: Any, tokenizer: Any) -> None:
         episode.facts["data"] = to_json(data[-1])
         if isinstance(data[-1], Mapping) and "task_id" in data[-1]:
             episode.task = str(data[-1]["task_id"])
+
+
+def _parents(
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    claimed: Sequence[int] | None = None,
+) -> list[int]:
+    """Find the parents of the turns of one episode."""
+    sizes = [len(response) for response in responses]
+    if not sizes:
+        return []
+    together = torch.cat([*responses]).long()
+    return find_parents([*prompts], together, sizes, [0] * len(sizes), claimed)
 
 
 def _add_messages(
@@ -362,11 +357,6 @@ def _given(tokenizer: Any, ids: list[int]) -> dict[str, Any]:
     """Tokens as a message, where none is known."""
     text = " ".join(map(str, ids)) if tokenizer is None else decode(tokenizer, ids)
     return {"role": "tokens", "content": text}
-
-
-def _ragged(steps: Any, key: tuple[str, str]) -> list[torch.Tensor]:
-    """One vector for each step."""
-    return [*steps.get(key, as_list=True)]
 
 
 def _word(value: Any) -> str | None:

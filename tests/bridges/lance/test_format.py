@@ -10,12 +10,10 @@ import pyarrow as pa
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
 
 from tests.datasets.episodes import assert_same, random_bits
-from tests.datasets.every_format import process_context
 from torchrl_mt.bridges.lance import format as lance
-from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
+from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
 
 
 def walk(T: int, *, agrees: bool = True) -> TensorDict:
@@ -167,26 +165,6 @@ def test_rows_of_other_programs_are_noticed(tmp_path):
         EpisodeDataset(path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted"])
-def test_the_other_episodes_of_a_damaged_file_are_readable(damage, tmp_path):
-    path = tmp_path / "x.lance"
-    for T in (1, 2, 3):
-        write(path, [walk(T), walk(T)])
-    fragment = lance_library.dataset(path).get_fragments()[1]
-    file = path / "data" / fragment.data_files()[0].path
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:100])
-    else:
-        file.unlink()
-    dataset = EpisodeDataset(path)
-    for i in range(6):
-        if i in (2, 3):
-            with pytest.raises(DatasetError, match=f"episode {i} of "):
-                dataset.episode(i)
-        else:
-            assert_same(dataset.episode(i), walk(1 + i // 2))
-
-
 def test_a_fork_is_refused_before_lance_crashes_in_it(tmp_path, monkeypatch):
     write(tmp_path / "x.lance", [walk(4)])
     monkeypatch.setattr(lance, "_process", os.getpid() + 1)
@@ -194,22 +172,3 @@ def test_a_fork_is_refused_before_lance_crashes_in_it(tmp_path, monkeypatch):
         EpisodeDataset(tmp_path / "x.lance")
     with pytest.raises(RuntimeError, match="does not work in a fork"):
         open_episodes(tmp_path / "y.lance")
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_loader_see_each_clip_once_an_epoch(tmp_path):
-    steps = iter(range(1000))
-    write(tmp_path / "x.lance", [{"step": [next(steps) for _ in range(T)]} for T in (5, 3, 9, 4)])
-    clips = ClipDataset(tmp_path / "x.lance", 4)
-    expected = sorted(tuple(clip["step"].tolist()) for clip in clips)
-    loader = DataLoader(
-        clips,
-        batch_size=3,
-        shuffle=True,
-        num_workers=2,
-        multiprocessing_context=process_context("lance"),
-        persistent_workers=True,
-    )
-    for _ in range(3):
-        seen = [tuple(clip) for batch in loader for clip in batch["step"].tolist()]
-        assert sorted(seen) == expected

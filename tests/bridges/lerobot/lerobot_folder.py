@@ -15,31 +15,26 @@ from PIL import Image
 
 FPS = 10
 SIZE = (32, 48)
-INDICES = {
-    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
-    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
-    "index": {"dtype": "int64", "shape": [1], "names": None},
-    "task_index": {"dtype": "int64", "shape": [1], "names": None},
-}
+
+
+def feature(dtype, *shape, names=None):
+    return {"dtype": dtype, "shape": list(shape), "names": names}
+
+
 FEATURES = {
-    "observation.state": {"dtype": "float32", "shape": [3], "names": ["x", "y", "z"]},
-    "observation.map": {"dtype": "float64", "shape": [2, 2], "names": None},
-    "observation.images.top": {
-        "dtype": "video",
-        "shape": [*SIZE, 3],
-        "names": ["height", "width", "channels"],
-    },
-    "observation.images.wrist": {
-        "dtype": "image",
-        "shape": [3, *SIZE],
-        "names": ["channels", "height", "width"],
-    },
-    "action": {"dtype": "float32", "shape": [2], "names": ["left", "right"]},
-    "note": {"dtype": "string", "shape": [1], "names": None},
-    "next.reward": {"dtype": "float32", "shape": [1], "names": None},
-    "next.done": {"dtype": "bool", "shape": [1], "names": None},
-    **INDICES,
+    "observation.state": feature("float32", 3, names=["x", "y", "z"]),
+    "observation.map": feature("float64", 2, 2),
+    "observation.images.top": feature("video", *SIZE, 3, names=["height", "width", "channels"]),
+    "observation.images.wrist": feature("image", 3, *SIZE, names=["channels", "height", "width"]),
+    "action": feature("float32", 2, names=["left", "right"]),
+    "note": feature("string", 1),
+    "next.reward": feature("float32", 1),
+    "next.done": feature("bool", 1),
+    "timestamp": feature("float32", 1),
+    "frame_index": feature("int64", 1),
+    "episode_index": feature("int64", 1),
+    "index": feature("int64", 1),
+    "task_index": feature("int64", 1),
 }
 TASKS = ["push the block", "lift it"]
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.datasets.episodes import assert_same
-from tests.datasets.formats.test_folder import files_of, random_images
+from tests.datasets.formats.test_folder import cut, files_of, foreign, random_images
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 
@@ -231,25 +230,21 @@ def test_that_it_is_lossy_is_said_once_for_a_data_set(tmp_path, caplog):
 # ---- damage -------------------------------------------------------------------------------------
 
 
-def half(file):
-    os.truncate(file, file.stat().st_size // 2)
+def another(*shape):
+    """Puts another video in the place of a file."""
+
+    def harm(file):
+        other = write(file.parents[4] / "other", {"x": smooth(*shape)}, mode="overwrite")
+        os.replace(files_of(other.path) / "x.mp4", file)
+
+    return harm
 
 
-def foreign(file):
-    file.write_bytes(b"GIF89a nonsense")
-
-
-def shorter(file):
-    other = write(file.parents[4] / "other", {"x": smooth(5, 16, 16, 3)}, mode="overwrite")
-    os.replace(files_of(other.path) / "x.mp4", file)
-
-
-def wider(file):
-    other = write(file.parents[4] / "other", {"x": smooth(6, 16, 18, 3)}, mode="overwrite")
-    os.replace(files_of(other.path) / "x.mp4", file)
-
-
-@pytest.mark.parametrize("harm", [half, foreign, os.unlink, shorter, wider])
+@pytest.mark.parametrize(
+    "harm",
+    [cut, foreign, os.unlink, another(5, 16, 16, 3), another(6, 16, 18, 3)],
+    ids=["cut", "foreign", "missing", "shorter", "wider"],
+)
 def test_a_damaged_file_is_named_and_other_episodes_are_read(harm, tmp_path):
     data = {"x": random_images(6, 16, 16, 3)}
     dataset = write(tmp_path / "set", data, data, data, crf=0)
@@ -274,14 +269,3 @@ def test_frames_that_the_decoder_would_make_up_are_refused(tmp_path):
             noticed += 1
     # A flipped bit may also mean another color, so not all can be noticed.
     assert noticed > 15
-
-
-@pytest.mark.slow
-def test_forked_workers_read_what_this_process_has_read(tmp_path):
-    dataset = write(tmp_path / "set", {"x": smooth(12, 24, 32, 3)})
-    clips = ClipDataset(dataset, 4)
-    expected = [clips[i]["x"] for i in range(len(clips))]
-    loader = DataLoader(clips, batch_size=3, num_workers=2, multiprocessing_context="fork")
-    got = [x for batch in loader for x in batch["x"]]
-    assert all(map(torch.equal, got, expected))
-    assert len(got) == len(expected) == 9

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import pickle
+import re
 from dataclasses import replace
 
 import pandas
@@ -19,13 +20,12 @@ from torchrl.objectives.llm.sft import SFTLoss
 
 from tests.chat.families import QWEN25 as QWEN_TOOLS
 from tests.chat.templates import CHATML, MISTRAL_SYSTEM_LAST, QWEN3, byte_level, sentence_piece
-from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.datasets import ConversationDataset, to_hf_dataset
-from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
+
+from .games import played
 
 datasets = pytest.importorskip("datasets")
 
@@ -54,6 +54,13 @@ def assert_same(a, b):
     assert (a == b).all()
 
 
+def assert_same_rows(source, expected, tokenizer):
+    """Check that a source has the rows of another one."""
+    pairs = zip(*(ConversationDataset(each, tokenizer) for each in (source, expected)), strict=True)
+    for row, other in pairs:
+        assert_same(row, other)
+
+
 def test_a_row_has_the_keys_of_merged_turns(tokenizer):
     row = ConversationDataset([{"messages": MESSAGES}], tokenizer)[0]
     assert tokenizer.decode(row["tokens", "full"]) == (
@@ -68,30 +75,18 @@ def test_a_row_has_the_keys_of_merged_turns(tokenizer):
 
 
 def test_rows_are_those_of_a_played_game(tokenizer):
-    guesses = iter(["8", "4", "6", "5", "3", "8", "12", "10"])
-
-    def answer(prompt):
-        return tokenizer(next(guesses) + "<end>")["input_ids"]
-
-    engine = ScriptedEngine(tokenizer, answer)
-    collector = MultiTurnCollector(
-        *(GuessNumber(16, 5), engine, [{"number": 7}, {"number": 10}]),
-        episodes_per_batch=2,
-        total_episodes=2,
-        max_concurrency=1,
-    )
-    (batch,) = collector
-    collector.shutdown()
-    played = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
+    guesses = ["8", "4", "6", "5", "3", "8", "12", "10"]
+    batch = played(tokenizer, guesses, [7, 10])
+    merged = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
     talks = to_hf_dataset(batch)
     # The game's last word is behind the last answer, where an episode's row ends.
     source = [{"messages": talk["messages"][:-1]} for talk in talks]
     dataset = ConversationDataset(source, tokenizer)
     rows = dataset.collate(list(dataset))
     for key in ("tokens", "masks", "turns"):
-        assert_same(rows[key], played[key])
+        assert_same(rows[key], merged[key])
     # All of MergeTurns' entries but the engine's settings.
-    assert set(rows.keys(True, True)) == set(played.exclude("sampling").keys(True, True))
+    assert set(rows.keys(True, True)) == set(merged.exclude("sampling").keys(True, True))
     whole = ConversationDataset(talks, tokenizer)
     size = int(rows["masks", "all_attention_mask"][0].sum())
     assert torch.equal(whole[0]["tokens", "full"][:size], rows["tokens", "full"][0, :size])
@@ -119,15 +114,13 @@ SHARE_GPT = [{"from": {"user": "human"}.get(r, "gpt"), "value": c} for r, c in T
     ],
 )
 def test_the_usual_forms_are_the_same_row(tokenizer, row):
-    expected = ConversationDataset([{"messages": MESSAGES}], tokenizer)[0]
-    assert_same(ConversationDataset([row], tokenizer)[0], expected)
+    assert_same_rows([row], [{"messages": MESSAGES}], tokenizer)
 
 
 def test_a_systems_text_may_be_a_column(tokenizer):
     rules = {"role": "system", "content": "higher"}
-    expected = ConversationDataset([{"messages": [rules, *MESSAGES]}], tokenizer)[0]
     row = {"system": "higher", "conversations": SHARE_GPT}
-    assert_same(ConversationDataset([row], tokenizer)[0], expected)
+    assert_same_rows([row], [{"messages": [rules, *MESSAGES]}], tokenizer)
 
 
 @pytest.mark.parametrize("name", ["arguments", "parameters"])
@@ -278,50 +271,58 @@ def test_what_a_worker_has_said_is_not_said_again(tokenizer, caplog):
     assert not caplog.records  # The worker's are in its own memory.
 
 
-def test_a_message_that_leaves_no_trace_is_refused(caplog):
+def test_a_message_that_leaves_no_trace_is_refused():
     tokenizer = QWEN_TOOLS.on(byte_level())
     messages = [*MESSAGES[:2], {"role": "judge", "content": "8"}]
     with pytest.raises(
         ValueError, match=r"conversation 0: .*nothing of message 2 of 3 .role 'judge'"
     ):
         ConversationDataset([{"messages": messages}], tokenizer)[0]
-    # Some templates leave out rules by design.
-    talk = [{"role": "system", "content": "be brief"}, *MESSAGES]
-    dataset = ConversationDataset([{"messages": talk}] * 2, MISTRAL_SYSTEM_LAST.on(byte_level()))
-    assert len(list(dataset)) == 2
-    (record,) = caplog.records
-    assert "writes nothing of message 0 of conversation 0, a system message" in record.getMessage()
 
 
-def test_an_answer_without_an_end_is_said_once(caplog):
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer = replace(CHATML, template=template).on(byte_level())
-    first = {"role": "assistant", "content": "8", "weight": 0}
-    dataset = ConversationDataset(
-        [{"messages": [MESSAGES[0], first]}] + [{"messages": MESSAGES}] * 2, tokenizer
-    )
-    assert len(list(dataset)) == 3
-    (message,) = (m for each in caplog.records if "ends a turn after" in (m := each.getMessage()))
-    assert "message 1 of conversation 1, so this answer does not teach when to stop" in message
+ENDLESS = replace(
+    CHATML,
+    template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+)
+THOUGHT = {"role": "assistant", "content": "b", "reasoning_content": "x"}
 
 
-def test_what_the_template_drops_is_said_once(caplog):
-    answer = {"role": "assistant", "content": "b", "reasoning_content": "x"}
-    messages = [{"role": "user", "content": "a"}, answer, {"role": "user", "content": "c"}, answer]
-    dataset = ConversationDataset([{"messages": messages}] * 2, QWEN3.on(byte_level()))
-    assert len(list(dataset)) == 2
-    (record,) = caplog.records
-    assert "drops a part of message 1 of conversation 0" in record.getMessage()
-    assert "template='training'" in record.getMessage()
-
-
-def test_names_of_special_tokens_in_answers_are_said_once(chatml, caplog):
-    answer = {"role": "assistant", "content": "b<|im_end|>"}
-    dataset = ConversationDataset([{"prompt": MESSAGES[:1], "completion": [answer]}] * 2, chatml)
-    assert len(list(dataset)) == 2
-    (record,) = caplog.records
-    assert "message 1 of conversation 0 names a special token" in record.getMessage()
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (  # Some templates leave out rules by design.
+            MISTRAL_SYSTEM_LAST,
+            [{"role": "system", "content": "be brief"}, *MESSAGES],
+            "writes nothing of message 0 of conversation 1, a system message",
+        ),
+        (
+            ENDLESS,
+            MESSAGES,
+            "message 1 of conversation 1, so this answer does not teach when to stop",
+        ),
+        (
+            QWEN3,
+            [MESSAGES[0], THOUGHT, MESSAGES[2], THOUGHT],
+            r"drops a part of message 1 of conversation 1.*template='training'",
+        ),
+        (
+            CHATML,
+            [MESSAGES[0], {"role": "assistant", "content": "b<|im_end|>"}],
+            "message 1 of conversation 1 names a special token",
+        ),
+    ],
+    ids=["lost", "endless", "dropped", "broken"],
+)
+def test_what_a_template_does_to_messages_is_said_once(template, messages, text, caplog):
+    # What is not trained, nothing is said of.
+    untrained = [MESSAGES[0], {"role": "assistant", "content": "8", "weight": 0}]
+    rows = [{"messages": each} for each in (untrained, messages, messages)]
+    assert len(list(ConversationDataset(rows, template.on(byte_level())))) == 3
+    said = [each.getMessage() for each in caplog.records]
+    assert sum("has no trained token" in each for each in said) == 1
+    (message,) = (each for each in said if "has no trained token" not in each)
+    assert re.search(text, message)
 
 
 # Sources.
@@ -341,7 +342,6 @@ def talks():
 
 def test_files_are_read_as_lists_are(tmp_path, talks):
     tokenizer = QWEN_TOOLS.on(byte_level())
-    expected = list(ConversationDataset(talks, tokenizer))
     lines, array, table = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "a.parquet"
     lines.write_text("\n\n".join(json.dumps(talk, ensure_ascii=False) for talk in talks) + "\n")
     array.write_text(json.dumps(talks))
@@ -354,10 +354,7 @@ def test_files_are_read_as_lists_are(tmp_path, talks):
     sources = [lines, str(array), table, tmp_path / "saved", tmp_path / "parts", hugging_face]
     sources += [iter(talks), tuple(talks)]
     for source in sources:
-        dataset = ConversationDataset(source, tokenizer)
-        assert len(dataset) == 2
-        for row, other in zip(dataset, expected, strict=True):
-            assert_same(row, other)
+        assert_same_rows(source, talks, tokenizer)
 
 
 def test_arrows_fill_in_is_no_argument(talks, tmp_path):
@@ -375,10 +372,8 @@ def test_arrows_fill_in_is_no_argument(talks, tmp_path):
         with_notes = datasets.Features({**table.features, "notes": datasets.Json()})
         rows = [{**row, "notes": {"a": None}} for row in table]
         sources.append(datasets.Dataset.from_list(rows, features=with_notes))
-    expected = list(ConversationDataset(talks, tokenizer))
     for source in [*sources, tmp_path / "a.jsonl"]:
-        for row, other in zip(ConversationDataset(source, tokenizer), expected, strict=True):
-            assert_same(row, other)
+        assert_same_rows(source, talks, tokenizer)
 
 
 def test_a_null_that_was_written_is_kept(talks):
@@ -400,12 +395,7 @@ def test_arrows_fill_in_is_no_parameter_of_a_tool(chatml):
     rows = [{"messages": MESSAGES, "tools": [tool]} for tool in tools]
     table = datasets.Dataset.from_list(rows)
     for source in (table, list(table)):
-        for row, other in zip(
-            ConversationDataset(source, tokenizer),
-            ConversationDataset(rows, tokenizer),
-            strict=True,
-        ):
-            assert_same(row, other)
+        assert_same_rows(source, rows, tokenizer)
 
 
 @pytest.mark.parametrize(

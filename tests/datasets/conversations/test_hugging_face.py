@@ -9,11 +9,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.chat.families import QWEN3
 from tests.chat.templates import byte_level
-from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import MultiTurnCollector
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import (
     ConversationDataset,
     EpisodeDataset,
@@ -21,8 +19,8 @@ from torchrl_mt.datasets import (
     save_episodes,
     to_hf_dataset,
 )
-from torchrl_mt.envs import GuessNumber
-from torchrl_mt.testing import tiny_chat_tokenizer
+
+from .games import played
 
 datasets = pytest.importorskip("datasets")
 
@@ -32,31 +30,15 @@ GUESSES = ["8", "4", "7", "10", "1", "2", "3"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_chat_tokenizer(
-        ["guess", "to", "higher", "lower", "correct", *map(str, range(1, 17))]
-    )
-
-
-@pytest.fixture(scope="module")
 def batch(tokenizer):
-    """Three games of the same player, as the collector yields them."""
-    left = iter(GUESSES)
-    engine = ScriptedEngine(tokenizer, lambda prompt: tokenizer(next(left) + "<end>")["input_ids"])
-    with MultiTurnCollector(
-        *(GuessNumber(16, 5), engine, [{"number": n} for n in NUMBERS]),
-        episodes_per_batch=3,
-        total_episodes=3,
-        max_concurrency=1,
-    ) as collector:
-        (batch,) = collector
-    return batch
+    """Three games of the same player."""
+    return played(tokenizer, GUESSES, NUMBERS)
 
 
 def stored(batch):
-    storage = EpisodeStorage(100)
-    ReplayBuffer(storage=storage, writer=EpisodeWriter()).extend(batch)
-    return storage
+    buffer = buffer_of(100)
+    buffer.extend(batch)
+    return buffer.storage
 
 
 def split(batch):

@@ -9,13 +9,12 @@ import io
 import os
 import shutil
 import sys
+from importlib import import_module
 
 import pytest
-import torch
-from tensordict import TensorDict
 
-from tests.datasets.episodes import assert_same
 from tests.datasets.every_format import new_path
+from tests.datasets.numbered import check, check_numbered, numbered, write
 from tests.tiers import few_or_many
 from torchrl_mt.bridges.lance import format as lance
 from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
@@ -36,31 +35,6 @@ OURS = {
 def small_files(monkeypatch):
     """Large files of two episodes."""
     monkeypatch.setattr(episode_log.LoggedWriter, "fold_episodes", 2)
-
-
-def episode(number: int) -> TensorDict:
-    """An episode that is told by its number; every third has its own next observations."""
-    generator = torch.Generator().manual_seed(number)
-    T = 1 + number % 3
-    observation = torch.randn(T + 1, 3, generator=generator)
-    following = observation[1:] if number % 3 else -observation[1:]
-    data = TensorDict({"observation": observation[:-1], "next": {"observation": following}}, [T])
-    data["text"] = [f"step {t} of {number}" for t in range(T)]
-    return data
-
-
-def write(path, format, numbers, mode="append"):
-    with open_episodes(path, format=format, mode=mode) as out:
-        for number in numbers:
-            out.write_episode(episode(number), {"number": number})
-
-
-def check(path, numbers):
-    """Check that a data set has these episodes, in this order."""
-    dataset = EpisodeDataset(path)
-    assert [dataset.metadata(i)["number"] for i in range(len(dataset))] == [*numbers]
-    for i, number in enumerate(numbers):
-        assert_same(dataset.episode(i), episode(number))
 
 
 def files_of(folder):
@@ -113,7 +87,7 @@ def test_whatever_is_written_last_each_episode_is_there_once(format, examples, t
         for numbers in ([0, 1, 2, 3, 4], [5, 6]):
             with open_episodes(path, format=format, mode="append") as out:
                 for number in numbers:
-                    out.write_episode(episode(number), {"number": number})
+                    out.write_episode(numbered(number), {"number": number})
                     say(number)
 
     states = moments(tmp_path / "data", tmp_path / "copies", run)
@@ -151,20 +125,22 @@ def test_an_overwrite_is_seen_at_once(format, examples, tmp_path):
     assert os.listdir(tmp_path / "data") == [path.name]
 
 
-def num_files(path, format):
+def large_files(path, format):
+    """The large files of a data set, in the order of their episodes."""
     if format == "arrow":
-        return len(list(path.glob("*/*.parquet")))
-    return len(list((path / "data").iterdir()))
+        return sorted(path.glob("*/*.parquet"))
+    fragments = import_module("lance").dataset(path).get_fragments()
+    return [path / "data" / each.data_files()[0].path for each in fragments]
 
 
 def test_files_hold_many_episodes_and_small_ones_are_joined(format, tmp_path, monkeypatch):
     path = new_path(tmp_path, format, "x")
     monkeypatch.setattr(episode_log.LoggedWriter, "fold_episodes", 5)
     write(path, format, range(12))
-    assert num_files(path, format) == 3
+    assert len(large_files(path, format)) == 3
     for number in range(12, 24):
         write(path, format, [number])
-    assert num_files(path, format) < 9
+    assert len(large_files(path, format)) < 9
     check(path, range(24))
 
 
@@ -173,18 +149,48 @@ def test_a_dataset_that_is_open_stays_readable_while_a_writer_goes_on(format, tm
     opened = []
     with open_episodes(path, format=format) as out:
         for number in range(5):
-            out.write_episode(episode(number), {"number": number})
+            out.write_episode(numbered(number), {"number": number})
             opened.append(EpisodeDataset(path))
     for number in range(5, 15):
         write(path, format, [number])
     for i, dataset in enumerate(opened):
         assert len(dataset) == i + 1
         for number in range(i + 1):
-            assert_same(dataset.episode(number), episode(number))
+            check_numbered(dataset.episode(number), number, format)
     before = EpisodeDataset(path)
     write(path, format, [30], "overwrite")
     with pytest.raises(DatasetError, match="was replaced since it was opened: open it again"):
         before.episode(0)
+
+
+DAMAGES = {
+    "truncated": lambda content: content[:-20],
+    "beginning": lambda content: content[:100],
+    "text": lambda content: b"no data",
+    "zeros": lambda content: (
+        content[:8] + bytes(len(content) // 2) + content[8 + len(content) // 2 :]
+    ),
+    "deleted": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_other_episodes_of_a_damaged_file_are_readable(format, damage, tmp_path):
+    path = new_path(tmp_path, format, "x")
+    for first in (0, 2, 4):
+        write(path, format, [first, first + 1])
+    file = large_files(path, format)[1]
+    content = file.read_bytes()
+    file.unlink() if damage == "deleted" else file.write_bytes(DAMAGES[damage](content))
+    dataset = EpisodeDataset(path)
+    named = "" if format == "lance" else file.name if damage != "deleted" else "lacks the file"
+    for i in range(6):
+        if i in (2, 3):
+            with pytest.raises(DatasetError, match=rf"(?s)episode {i} of .*{named}"):
+                dataset.episode(i)
+        else:
+            check_numbered(dataset.episode(i), i, format)
+    assert len(list(dataset.episodes(skip_unreadable=True))) == 4
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
@@ -211,12 +217,12 @@ def test_an_episode_that_cannot_be_written_leaves_nothing(format, failing, tmp_p
         ),
     )
     with open_episodes(path, format=format) as out:
-        out.write_episode(episode(0), {"number": 0})
+        out.write_episode(numbered(0), {"number": 0})
         FullDisk.writes = failing  # the log, the metadata, the record
         with pytest.raises(OSError, match="No space"):
-            out.write_episode(episode(9), {"number": 9})
+            out.write_episode(numbered(9), {"number": 9})
         FullDisk.writes = None
         check(path, [0])
         for number in (1, 2, 3):
-            out.write_episode(episode(number), {"number": number})
+            out.write_episode(numbered(number), {"number": number})
     check(path, range(4))

@@ -21,7 +21,7 @@ from tests.datasets.episodes import (
     random_data,
 )
 from tests.tiers import examples
-from torchrl_mt.datasets import DatasetError, EpisodeDataset, open_episodes
+from torchrl_mt.datasets import EpisodeDataset, open_episodes
 from torchrl_mt.datasets.formats import arrow
 
 
@@ -164,32 +164,6 @@ def test_row_groups_are_read_one_by_one(tmp_path, monkeypatch):
     for i in (5, 0, 11, 4, 3):
         assert dataset.episode(i)["x"].tolist() == list(range(i, i + 50))
         assert dataset.episode(i)["y"] == [str(i)] * 50
-
-
-@pytest.mark.parametrize("damage", ["truncated", "text", "deleted", "zeros"])
-def test_the_other_episodes_of_a_damaged_file_are_readable(damage, tmp_path):
-    path = tmp_path / "x"
-    for _ in range(3):
-        write(path, 2)
-    file = sorted(path.glob("*/*.parquet"))[1]
-    content = file.read_bytes()
-    if damage == "truncated":
-        file.write_bytes(content[:-20])
-    elif damage == "text":
-        file.write_text("no Parquet")
-    elif damage == "zeros":
-        file.write_bytes(content[:8] + bytes(len(content) // 2) + content[8 + len(content) // 2 :])
-    else:
-        file.unlink()
-    dataset = EpisodeDataset(path)
-    names = "lacks the file" if damage == "deleted" else file.name
-    for i in range(6):
-        if i in (2, 3):
-            with pytest.raises(DatasetError, match=rf"(?s)episode {i} of .*{names}"):
-                dataset.episode(i)
-        else:
-            assert dataset.episode(i)["x"][0].item() == i % 2
-    assert len(list(dataset.episodes(skip_unreadable=True))) == 4
 
 
 def test_too_much_for_one_episode_is_refused_by_name(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -197,19 +196,6 @@ def test_a_write_that_fails_anywhere_is_undone(tmp_path, monkeypatch):
             assert path.exists() == bool(expected)
     assert len(expected) == 14
     assert os.listdir(tmp_path) == ["a.h5"]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_no_file_stays_open(tmp_path):
-    path = tmp_path / "a.h5"
-    save_episodes([episode(3)], path)
-    save_episodes([episode(3)], path, mode="append")
-    dataset = EpisodeDataset(path)
-    dataset.episode(0)
-    dataset.close()
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            assert str(tmp_path) not in os.readlink(each)
 
 
 # ---- damage -------------------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from tests.datasets.episodes import assert_same, random_data
 from tests.tiers import few_or_many
 from torchrl_mt.datasets import (
     ClipDataset,
-    ConversationDataset,
     DatasetError,
     EpisodeDataset,
     open_episodes,
     save_episodes,
 )
-from torchrl_mt.testing import tiny_chat_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 
@@ -289,19 +287,6 @@ def test_clips_of_a_batch_come_from_lines_that_are_parsed_once(tmp_path, monkeyp
     batch = clips.__getitems__([1, 2, 3, 4, 8, 9])
     assert [clip["x"].tolist() for clip in batch][-1] == [2, 3, 4]
     assert len(parsed) == 1  # of the second episode; the first one is known
-
-
-def test_its_lines_are_conversations_for_a_supervised_start(tmp_path):
-    words = ["guess", "8", "lower", "4"]
-    path = tmp_path / "talk.jsonl"
-    roles = ["user", "assistant"] * 2
-    says = [{"role": role, "content": text} for role, text in zip(roles, words, strict=True)]
-    save_episodes([{"text": [says[:2], says[2:]]}, {"text": [says[:2]]}], path)
-    rows = ConversationDataset(path, tiny_chat_tokenizer(words))
-    expected = ConversationDataset([{"messages": says}, {"messages": says[:2]}], rows.tokenizer)
-    assert len(rows) == 2
-    for i in range(2):
-        assert (rows[i] == expected[i]).all()
 
 
 @pytest.mark.parametrize(

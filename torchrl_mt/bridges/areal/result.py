@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -139,26 +140,18 @@ class _Recorded:
     ) -> Turn:
         """Make a turn with what is known of the call that sampled it."""
         call = self._turns.get((len(prompt), tuple(tokens)))
-        if call is None or call.prompt_ids != prompt:
-            if self._has_images:
-                raise _wrong(
-                    "input_ids",
-                    "be those of the engine's calls where prompts have images",
-                    "a turn that is none of them: return one reward per turn, or tokens as they were "
-                    "recorded",
-                )
-            return Turn(
-                prompt, Completion(tokens, log_probs, versions, "stop", sampling=self._sampling)
+        if call is not None and call.prompt_ids == prompt:
+            own = replace(call.completion, log_probs=log_probs, versions=versions)
+            return replace(call, prompt_ids=prompt, completion=own)
+        if self._has_images:
+            raise _wrong(
+                "input_ids",
+                "be those of the engine's calls where prompts have images",
+                "a turn that is none of them: return one reward per turn, or tokens as they were "
+                "recorded",
             )
-        reason, sampling = call.completion.finish_reason, call.completion.sampling
         return Turn(
-            prompt,
-            Completion(tokens, log_probs, versions, reason, sampling=sampling),
-            messages=call.messages,
-            info=call.info,
-            model_seconds=call.model_seconds,
-            env_seconds=call.env_seconds,
-            images=call.images,
+            prompt, Completion(tokens, log_probs, versions, "stop", sampling=self._sampling)
         )
 
 

@@ -14,8 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path as FilePath
@@ -187,31 +186,26 @@ class _Reader(FormatReader):
         """Return the metadata of an episode."""
         return self._list.metadata(i)
 
-    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
-        """Read steps, all entries at once."""
-        paths = list(self.schema.fields if fields is None else fields)
-        ahead = {path: self._ahead(path, runs) for path in paths}
-        different = {each.tobytes(): each for each in ahead.values()}
-        begin = self._first[runs.episodes] + runs.starts
-        every = [runs_of(begin + each, runs.counts, runs.stride) for each in different.values()]
-        rows, places = np.unique(np.concatenate(every), return_inverse=True)
-        index = dict(zip(different, places.reshape(len(every), -1), strict=True))
+    def read(self, runs: Runs, paths: Sequence[Path]) -> Steps:
+        """Read these entries of steps, all at once."""
+        places = {path: self.place(path, runs) for path in paths}
+        different = {rows.starts.tobytes(): rows for _, rows in places.values()}
+        every = [
+            runs_of(self._first[rows.episodes] + rows.starts, rows.counts, rows.stride)
+            for rows in different.values()
+        ]
+        taken, inverse = np.unique(np.concatenate(every), return_inverse=True)
+        index = dict(zip(different, inverse.reshape(len(every), -1), strict=True))
 
-        stored = {path: path[1:] if self.schema.fields[path].shared else path for path in paths}
-        names = {name: None for path in paths for name in self._columns.names[stored[path]]}
-        arrays = self._take(rows, [*names])
+        names = {name: None for of, _ in places.values() for name in self._columns.names[of]}
+        arrays = self._take(taken, [*names])
         columns: dict[Path, Column] = {}
-        for path in paths:
-            shifted = replace(runs, starts=runs.starts + ahead[path])
-            self.verify(stored[path], shifted)
-            taken = [arrays[name] for name in self._columns.names[stored[path]]]
-            part = self._columns.rows(stored[path], taken, index[ahead[path].tobytes()])
+        for path, (of, rows) in places.items():
+            self.verify(of, rows)
+            own = [arrays[name] for name in self._columns.names[of]]
+            part = self._columns.rows(of, own, index[rows.starts.tobytes()])
             columns[path] = decode(self.schema.fields[path], part)
         return Steps(len(runs), columns)
-
-    def column(self, path: Path, runs: Runs) -> Column:
-        """Read one entry of the steps."""
-        return self.read(runs, [path]).columns[path]
 
     def stored(self, path: Path, rows: Runs) -> StoredRows:
         """Read rows of an entry that is not shared."""
@@ -223,13 +217,6 @@ class _Reader(FormatReader):
     def was_replaced(self) -> bool:
         """Whether a writer has replaced the data set."""
         return not self._data.exists()
-
-    def _ahead(self, path: Path, runs: Runs) -> np.ndarray:
-        """Return how many rows after a step an entry of it is, for each run."""
-        if not self.schema.fields[path].shared:
-            return np.zeros(len(runs.episodes), np.int64)
-        own = self.own_next[runs.episodes] >> self.schema.shared.index(path) & 1
-        return np.where(own, self.lengths[runs.episodes], 1)
 
     def _take(self, rows: np.ndarray, names: list[str]) -> dict[str, Any]:
         """Read rows, which are sorted, as one array per column."""
@@ -321,7 +308,7 @@ class _Writer(LoggedWriter):
         """Return the rows of an episode."""
         import pyarrow as pa
 
-        size = max(map(_size, episode.columns.values()))
+        size = max(map(len, episode.columns.values()))
         padded = {path: _padded(stored, size) for path, stored in episode.columns.items()}
         batch = pa.record_batch(
             {
@@ -381,15 +368,9 @@ class _Writer(LoggedWriter):
                 (self.folder.path / "data" / file.path).unlink(missing_ok=True)
 
 
-def _size(stored: StoredRows) -> int:
-    if isinstance(stored, TextRows):
-        return len(stored.texts)
-    return len(stored.values if isinstance(stored, DenseRows) else stored.shapes)
-
-
 def _padded(stored: StoredRows, size: int) -> StoredRows:
     """Append rows of zeros, or empty ones, up to ``size`` rows."""
-    more = size - _size(stored)
+    more = size - len(stored)
     if not more:
         return stored
     if isinstance(stored, TextRows):

@@ -35,6 +35,7 @@ from torchrl_mt.datasets.format_parts import (
     Runs,
     StoredRows,
     TextRows,
+    array_dtype,
     dtype_of,
     runs_of,
     to_json_text,
@@ -190,7 +191,7 @@ class _Reader(FormatReader):
                 for place, item in zip(places.tolist(), items, strict=True):
                     texts[place] = to_json_text(item)
             return TextRows(texts)
-        values = np.empty((len(rows), *field.shape), dtype=_numpy_dtype(field))
+        values = np.empty((len(rows), *field.shape), dtype=array_dtype(field))
         for places, items in parts:
             values[places] = items
         return DenseRows(values)
@@ -293,10 +294,6 @@ def _field_of(name: str, feature: Mapping[str, Any]) -> Field:
     return Field("dense", () if name in _INDICES else shape, dtype)
 
 
-def _numpy_dtype(field: Field) -> np.dtype:
-    return torch.empty(0, dtype=field.dtype, device="cpu").numpy().dtype
-
-
 def _decoded(field: Field, feature: Mapping[str, Any], array: Any, root: FilePath) -> Any:
     """Convert Arrow values to an array ``[N, *shape]``, or a list of objects."""
     if field.dtype is None:
@@ -314,7 +311,7 @@ def _decoded(field: Field, feature: Mapping[str, Any], array: Any, root: FilePat
     length = len(array)
     while hasattr(array, "flatten") and hasattr(array.type, "value_type"):
         array = array.flatten()
-    values = array.to_numpy(zero_copy_only=False).astype(_numpy_dtype(field))
+    values = array.to_numpy(zero_copy_only=False).astype(array_dtype(field))
     return values.reshape(length, *field.shape)
 
 

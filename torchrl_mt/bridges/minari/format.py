@@ -13,8 +13,8 @@ import io
 import json
 import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -77,245 +77,55 @@ class _Leaf:
         return Field("dense", shape, torch.from_numpy(np.empty(0, native)).dtype)
 
 
-class _Files(ABC):
-    """The files of a data set; ``spaces`` describe its ``"observations"`` and ``"actions"``."""
+class _Reader(EpisodicReader):
+    """A data set of Minari.
 
-    def __init__(self, folder: FilePath, spaces: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.spaces = spaces
+    Args:
+        folder: that of its files.
+        episodes: how many there are.
+        spaces: describe its ``"observations"`` and ``"actions"``.
+    """
+
+    def __init__(self, folder: FilePath, episodes: int, spaces: Mapping[str, Any]) -> None:
+        self.folder, self.spaces = folder, spaces
+        self._open()
+        lengths = np.array([self._length(i) for i in range(episodes)], dtype=np.int64)
+        self._leaves: dict[Path, _Leaf] = {}
+        super().__init__(EpisodeSchema(self._first_fields(lengths)), lengths)
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Import what the files need, and open them."""
 
     @abstractmethod
     def length(self, episode: int) -> int:
         """Return the number of steps of an episode."""
 
     @abstractmethod
-    def metadata(self, episode: int) -> dict[str, Any]:
-        """Return the metadata of an episode."""
-
-    @abstractmethod
     def leaves(self, episode: int) -> Iterator[_Leaf]:
         """Iterate over the arrays of an episode."""
 
     @abstractmethod
-    def read(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
+    def values(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
         """Read rows ``a, a + k, a + 2 k, ...``: an array, or a list of JPEG files or objects."""
-
-    def close(self) -> None:  # noqa: B027 - there may be nothing to close
-        """Close the files."""
-
-    def space(self, names: tuple[str, ...]) -> Mapping[str, Any]:
-        """Return the space that an array is from; empty if it is not known."""
-        space = self.spaces.get(names[0], {})
-        for name in names[1:]:
-            parts = space.get("subspaces", {})
-            space = (
-                parts[int(_plain_name(name))] if isinstance(parts, list) else parts.get(name, {})
-            )
-        return dict(space)
-
-
-class _Hdf5Files(_Files):
-    def __init__(self, folder: FilePath, spaces: Mapping[str, Any]) -> None:
-        super().__init__(folder, spaces)
-        self._h5py = import_extra("h5py", "hdf5")
-        self._file = self._h5py.File(inside(folder, _HDF5), "r")
-
-    def length(self, episode: int) -> int:
-        # The attributes of h5py's objects are slower than its lower level.
-        name = b"episode_%d" % episode
-        links = self._file.id.links
-        if not links.exists(name) or links.get_info(name).type != self._h5py.h5l.TYPE_HARD:
-            raise ValueError(f"{name.decode()} is missing, or a link, which is not followed.")
-        group = self._h5py.h5g.open(self._file.id, name)
-        found = np.empty((), dtype=np.int64)
-        self._h5py.h5a.open(group, b"total_steps").read(found)
-        return int(found)
-
-    def metadata(self, episode: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in own_node(self._file, f"episode_{episode}").attrs.items():
-            *outer, last = name.split("/")
-            place = found
-            for each in outer:
-                place = place.setdefault(each, {})
-            if isinstance(value, (np.ndarray, np.generic)):
-                value = value.tolist()
-            place[last] = None if isinstance(value, self._h5py.Empty) else value
-        return found
-
-    def leaves(self, episode: int) -> Iterator[_Leaf]:
-        yield from self._leaves_of(
-            own_node(self._file, f"episode_{episode}"), (), self.length(episode)
-        )
-
-    def _leaves_of(self, group: Any, names: tuple[str, ...], steps: int) -> Iterator[_Leaf]:
-        for name in group:
-            node, where = own_node(group, name), (*names, name)
-            if isinstance(node, self._h5py.Group):
-                yield from self._leaves_of(node, where, steps)
-            elif node.ndim:
-                leaf = _Leaf(where, len(node) - steps, node.shape[1:], node.dtype)
-                shape = _shape_of(self.space(where))
-                # JPEG files of one size make a table of bytes.
-                if (
-                    node.dtype == np.uint8
-                    and shape != leaf.shape
-                    and len(shape) > 1 >= len(leaf.shape)
-                ):
-                    leaf = replace(leaf, shape=shape, is_jpeg=True)
-                elif self._h5py.check_vlen_dtype(node.dtype) == np.uint8 and len(shape) > 1:
-                    leaf = replace(leaf, shape=shape, dtype=np.dtype("u1"), is_jpeg=True)
-                elif node.dtype.kind not in "biufc":
-                    leaf = replace(leaf, shape=(), dtype=None)
-                yield leaf
-
-    def read(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
-        node = own_node(self._file, f"episode_{episode}/{'/'.join(leaf.names)}")
-        _check_rows(leaf, len(node), self.length(episode))
-        if self._h5py.check_string_dtype(node.dtype) is not None:
-            node = node.asstr()
-        values = node[_slice_of(rows)]
-        return [*values] if leaf.is_jpeg else values.tolist() if leaf.dtype is None else values
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _ArrowFiles(_Files):
-    def __init__(self, folder: FilePath, spaces: Mapping[str, Any], suffix: str) -> None:
-        super().__init__(folder, spaces)
-        self._arrow = import_extra("pyarrow", "arrow")
-        self._parquet = import_extra("pyarrow.parquet", "arrow")
-        self._suffix = suffix
-
-    def length(self, episode: int) -> int:
-        return int(self.metadata(episode)["total_steps"])
-
-    def metadata(self, episode: int) -> dict[str, Any]:
-        text = inside(self.folder, f"{episode}/metadata.json").read_bytes()
-        return dict(json.loads(text))
-
-    def leaves(self, episode: int) -> Iterator[_Leaf]:
-        table = self._table(episode, None)
-        for field in table.schema:
-            if field.name in _NAMES:
-                # Whatever is per step has one row more here, which means nothing.
-                extra = len(table) - self.length(episode)
-                yield from self._leaves_of(field, (field.name,), extra)
-
-    def _leaves_of(self, field: Any, names: tuple[str, ...], extra: int) -> Iterator[_Leaf]:
-        types, kind = self._arrow.types, field.type
-        shape = _shape_of(self.space(names))
-        if types.is_struct(kind):
-            for each in kind:
-                yield from self._leaves_of(each, (*names, each.name), extra)
-        elif types.is_binary(kind) and len(shape) > 1:
-            yield _Leaf(names, extra, shape, np.dtype("u1"), is_jpeg=True)
-        elif types.is_fixed_size_list(kind) and _is_number(types, kind.value_type):
-            sizes = (field.metadata or {}).get(b"shape")
-            if sizes is not None:
-                shape = tuple(int(size) for size in sizes.split(b",") if size)
-            if math.prod(shape) != kind.list_size:
-                shape = (kind.list_size,)
-            yield _Leaf(names, extra, shape, np.dtype(kind.value_type.to_pandas_dtype()))
-        elif _is_number(types, kind):
-            yield _Leaf(names, extra, (), np.dtype(kind.to_pandas_dtype()))
-        else:
-            yield _Leaf(names, extra, (), None)
-
-    def read(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
-        table = self._table(episode, leaf.names[0])
-        _check_rows(leaf, len(table), self.length(episode))
-        array = table.column(0).combine_chunks()
-        for name in leaf.names[1:]:
-            array = array.field(name)
-        part = _slice_of(rows)
-        array = array.slice(part.start, part.stop - part.start)
-        if leaf.is_jpeg or leaf.dtype is None:
-            return array.to_pylist()[:: part.step]
-        if self._arrow.types.is_fixed_size_list(array.type):
-            values = array.flatten().to_numpy(zero_copy_only=False)
-        else:
-            values = array.to_numpy(zero_copy_only=False)
-        return values.reshape(-1, *leaf.shape)[:: part.step]
-
-    def _table(self, episode: int, column: str | None) -> Any:
-        """Read a column of an episode, or all."""
-        names = None if column is None else [column]
-        files = sorted((self.folder / str(episode)).glob(f"*.{self._suffix}"))
-        if not files:
-            raise ValueError(f"there is no *.{self._suffix} in {self.folder / str(episode)}.")
-        tables = []
-        for file in files:
-            inside(self.folder, file.relative_to(self.folder))
-            if self._suffix == "parquet":
-                tables.append(self._parquet.ParquetFile(file).read(names, use_threads=False))
-            else:
-                with self._arrow.memory_map(str(file)) as mapped:
-                    table = self._arrow.ipc.open_file(mapped).read_all()
-                tables.append(table if names is None else table.select(names))
-        return self._arrow.concat_tables(tables)
-
-
-class _Reader(EpisodicReader):
-    def __init__(self, path: FilePath) -> None:
-        folder = _data_folder(path)
-        assert folder is not None
-        inside(path, (folder / "metadata.json").relative_to(path))
-        file = folder / "metadata.json"
-        try:
-            about = json.loads(file.read_bytes())
-            episodes, layout = int(about["total_episodes"]), about.get("data_format", "hdf5")
-            given = {"observations": "observation_space", "actions": "action_space"}
-            spaces = {name: json.loads(about[key]) for name, key in given.items() if key in about}
-        except FileNotFoundError as error:
-            raise DatasetError(
-                f"{path} was written by a Minari before 0.5: load it with Minari 0.5 and save it again."
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DatasetError(f"{file} is no metadata of Minari: {error!r}.") from error
-        if layout == "hdf5":
-            self._files: _Files = _Hdf5Files(folder, spaces)
-        elif layout in ("arrow", "parquet"):
-            self._files = _ArrowFiles(folder, spaces, layout)
-        else:
-            raise DatasetError(
-                f"{file}: data_format is {layout!r}, expected hdf5, arrow or parquet."
-            )
-        lengths = np.array([self._length(i) for i in range(episodes)], dtype=np.int64)
-        self._leaves: dict[Path, _Leaf] = {}
-        super().__init__(EpisodeSchema(self._first_fields(path, lengths)), lengths)
 
     def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
         """Read rows of one episode."""
         if path == _DONE:
-            flags = [self._read(("next", _NAMES[name][1]), episode, rows) for name in _FLAGS]
+            flags = [self._array_of(("next", _NAMES[name][1]), episode, rows) for name in _FLAGS]
             return DenseRows(flags[0] | flags[1])
         leaf = self._leaves[path]
-        found = self._read(path, episode, rows)
         if leaf.dtype is None:
-            return TextRows([to_json_text(item) for item in found])
-        return DenseRows(found)
+            return TextRows([to_json_text(item) for item in self.values(leaf, episode, rows)])
+        return DenseRows(self._array_of(path, episode, rows))
 
-    def metadata(self, i: int) -> dict[str, Any]:
-        """Return the metadata of an episode."""
-        try:
-            return self._files.metadata(i)
-        except (OSError, ValueError, KeyError) as error:
-            raise DatasetError(f"the metadata of episode {i} cannot be read: {error}") from error
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
-    def _read(self, path: Path, episode: int, rows: np.ndarray) -> Any:
+    def _array_of(self, path: Path, episode: int, rows: np.ndarray) -> np.ndarray:
         leaf = self._leaves[path]
-        found = self._files.read(leaf, episode, rows)
-        if leaf.dtype is None:
-            return found
+        found = self.values(leaf, episode, rows)
         if leaf.is_jpeg:
             images = [_decoded(item, leaf.shape) for item in found]
             return np.stack(images) if images else np.empty((0, *leaf.shape), np.uint8)
+        assert leaf.dtype is not None
         values = np.array(found, dtype=leaf.dtype.newbyteorder("="))
         if values.shape[1:] != leaf.shape:
             raise ValueError(
@@ -327,20 +137,22 @@ class _Reader(EpisodicReader):
     def _length(self, episode: int) -> int:
         """Return the number of steps of an episode; 0 if it is not there."""
         try:
-            return self._files.length(episode)
+            return self.length(episode)
         except (OSError, ValueError, KeyError):
             return 0
 
-    def _first_fields(self, path: FilePath, lengths: np.ndarray) -> dict[Path, Field]:
+    def _first_fields(self, lengths: np.ndarray) -> dict[Path, Field]:
         """Return the entries of the first episode that can be read, and note their arrays."""
         cause: Exception | None = None
         for i in np.flatnonzero(lengths).tolist():
             try:
-                return self._fields_of([*self._files.leaves(i)])
+                return self._fields_of([*self.leaves(i)])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 cause = cause or error
         if len(lengths):
-            raise DatasetError(f"{path}: none of its {len(lengths)} episodes can be read: {cause}")
+            raise DatasetError(
+                f"{self.folder}: none of its {len(lengths)} episodes can be read: {cause}"
+            )
         return {}
 
     def _fields_of(self, leaves: list[_Leaf]) -> dict[Path, Field]:
@@ -364,6 +176,193 @@ class _Reader(EpisodicReader):
                 fields[following] = replace(leaf.field, shared=True)
         fields[_DONE] = Field("dense", (1,), torch.bool)
         return fields
+
+    def _space(self, names: tuple[str, ...]) -> Mapping[str, Any]:
+        """Return the space that an array is from; empty if it is not known."""
+        space = self.spaces.get(names[0], {})
+        for name in names[1:]:
+            parts = space.get("subspaces", {})
+            space = (
+                parts[int(_plain_name(name))] if isinstance(parts, list) else parts.get(name, {})
+            )
+        return dict(space)
+
+
+class _Hdf5Reader(_Reader):
+    def _open(self) -> None:
+        self._h5py = import_extra("h5py", "hdf5")
+        self._file = self._h5py.File(inside(self.folder, _HDF5), "r")
+
+    def length(self, episode: int) -> int:
+        # The attributes of h5py's objects are slower than its lower level.
+        name = b"episode_%d" % episode
+        links = self._file.id.links
+        if not links.exists(name) or links.get_info(name).type != self._h5py.h5l.TYPE_HARD:
+            raise ValueError(f"{name.decode()} is missing, or a link, which is not followed.")
+        group = self._h5py.h5g.open(self._file.id, name)
+        found = np.empty((), dtype=np.int64)
+        self._h5py.h5a.open(group, b"total_steps").read(found)
+        return int(found)
+
+    def metadata(self, i: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in own_node(self._file, f"episode_{i}").attrs.items():
+            *outer, last = name.split("/")
+            place = found
+            for each in outer:
+                place = place.setdefault(each, {})
+            if isinstance(value, (np.ndarray, np.generic)):
+                value = value.tolist()
+            place[last] = None if isinstance(value, self._h5py.Empty) else value
+        return found
+
+    def leaves(self, episode: int) -> Iterator[_Leaf]:
+        yield from self._leaves_of(
+            own_node(self._file, f"episode_{episode}"), (), self.length(episode)
+        )
+
+    def _leaves_of(self, group: Any, names: tuple[str, ...], steps: int) -> Iterator[_Leaf]:
+        for name in group:
+            node, where = own_node(group, name), (*names, name)
+            if isinstance(node, self._h5py.Group):
+                yield from self._leaves_of(node, where, steps)
+            elif node.ndim:
+                leaf = _Leaf(where, len(node) - steps, node.shape[1:], node.dtype)
+                shape = _shape_of(self._space(where))
+                # JPEG files of one size make a table of bytes.
+                if (
+                    node.dtype == np.uint8
+                    and shape != leaf.shape
+                    and len(shape) > 1 >= len(leaf.shape)
+                ):
+                    leaf = replace(leaf, shape=shape, is_jpeg=True)
+                elif self._h5py.check_vlen_dtype(node.dtype) == np.uint8 and len(shape) > 1:
+                    leaf = replace(leaf, shape=shape, dtype=np.dtype("u1"), is_jpeg=True)
+                elif node.dtype.kind not in "biufc":
+                    leaf = replace(leaf, shape=(), dtype=None)
+                yield leaf
+
+    def values(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
+        node = own_node(self._file, f"episode_{episode}/{'/'.join(leaf.names)}")
+        _check_rows(leaf, len(node), self.length(episode))
+        if self._h5py.check_string_dtype(node.dtype) is not None:
+            node = node.asstr()
+        values = node[_slice_of(rows)]
+        return [*values] if leaf.is_jpeg else values.tolist() if leaf.dtype is None else values
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ArrowReader(_Reader):
+    suffix = "arrow"
+
+    def _open(self) -> None:
+        self._arrow = import_extra("pyarrow", "arrow")
+
+    def length(self, episode: int) -> int:
+        return int(self.metadata(episode)["total_steps"])
+
+    def metadata(self, i: int) -> dict[str, Any]:
+        text = inside(self.folder, f"{i}/metadata.json").read_bytes()
+        return dict(json.loads(text))
+
+    def leaves(self, episode: int) -> Iterator[_Leaf]:
+        table = self._table(episode, None)
+        for field in table.schema:
+            if field.name in _NAMES:
+                # Whatever is per step has one row more here, which means nothing.
+                extra = len(table) - self.length(episode)
+                yield from self._leaves_of(field, (field.name,), extra)
+
+    def _leaves_of(self, field: Any, names: tuple[str, ...], extra: int) -> Iterator[_Leaf]:
+        types, kind = self._arrow.types, field.type
+        shape = _shape_of(self._space(names))
+        if types.is_struct(kind):
+            for each in kind:
+                yield from self._leaves_of(each, (*names, each.name), extra)
+        elif types.is_binary(kind) and len(shape) > 1:
+            yield _Leaf(names, extra, shape, np.dtype("u1"), is_jpeg=True)
+        elif types.is_fixed_size_list(kind) and _is_number(types, kind.value_type):
+            sizes = (field.metadata or {}).get(b"shape")
+            if sizes is not None:
+                shape = tuple(int(size) for size in sizes.split(b",") if size)
+            if math.prod(shape) != kind.list_size:
+                shape = (kind.list_size,)
+            yield _Leaf(names, extra, shape, np.dtype(kind.value_type.to_pandas_dtype()))
+        elif _is_number(types, kind):
+            yield _Leaf(names, extra, (), np.dtype(kind.to_pandas_dtype()))
+        else:
+            yield _Leaf(names, extra, (), None)
+
+    def values(self, leaf: _Leaf, episode: int, rows: np.ndarray) -> Any:
+        table = self._table(episode, leaf.names[0])
+        _check_rows(leaf, len(table), self.length(episode))
+        array = table.column(0).combine_chunks()
+        for name in leaf.names[1:]:
+            array = array.field(name)
+        part = _slice_of(rows)
+        array = array.slice(part.start, part.stop - part.start)
+        if leaf.is_jpeg or leaf.dtype is None:
+            return array.to_pylist()[:: part.step]
+        if self._arrow.types.is_fixed_size_list(array.type):
+            values = array.flatten().to_numpy(zero_copy_only=False)
+        else:
+            values = array.to_numpy(zero_copy_only=False)
+        return values.reshape(-1, *leaf.shape)[:: part.step]
+
+    def _table(self, episode: int, column: str | None) -> Any:
+        """Read a column of an episode, or all."""
+        names = None if column is None else [column]
+        files = sorted((self.folder / str(episode)).glob(f"*.{self.suffix}"))
+        if not files:
+            raise ValueError(f"there is no *.{self.suffix} in {self.folder / str(episode)}.")
+        tables = []
+        for file in files:
+            inside(self.folder, file.relative_to(self.folder))
+            tables.append(self._read_file(file, names))
+        return self._arrow.concat_tables(tables)
+
+    def _read_file(self, file: FilePath, names: list[str] | None) -> Any:
+        with self._arrow.memory_map(str(file)) as mapped:
+            table = self._arrow.ipc.open_file(mapped).read_all()
+        return table if names is None else table.select(names)
+
+
+class _ParquetReader(_ArrowReader):
+    suffix = "parquet"
+
+    def _read_file(self, file: FilePath, names: list[str] | None) -> Any:
+        parquet = import_extra("pyarrow.parquet", "arrow")
+        return parquet.ParquetFile(file).read(names, use_threads=False)
+
+
+_READERS: dict[str, Callable[..., _Reader]] = {
+    "hdf5": _Hdf5Reader,
+    "arrow": _ArrowReader,
+    "parquet": _ParquetReader,
+}
+
+
+def _reader(path: FilePath) -> _Reader:
+    folder = _data_folder(path)
+    assert folder is not None
+    inside(path, (folder / "metadata.json").relative_to(path))
+    file = folder / "metadata.json"
+    try:
+        about = json.loads(file.read_bytes())
+        episodes, layout = int(about["total_episodes"]), about.get("data_format", "hdf5")
+        given = {"observations": "observation_space", "actions": "action_space"}
+        spaces = {name: json.loads(about[key]) for name, key in given.items() if key in about}
+    except FileNotFoundError as error:
+        raise DatasetError(
+            f"{path} was written by a Minari before 0.5: load it with Minari 0.5 and save it again."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{file} is no metadata of Minari: {error!r}.") from error
+    if layout not in _READERS:
+        raise DatasetError(f"{file}: data_format is {layout!r}, expected hdf5, arrow or parquet.")
+    return _READERS[layout](folder, episodes, spaces)
 
 
 def _check_rows(leaf: _Leaf, found: int, steps: int) -> None:
@@ -428,4 +427,4 @@ def _detect(path: FilePath) -> bool:
     return path.is_dir() and _data_folder(path) is not None
 
 
-FORMAT = Format("minari", _Reader, None, _detect)
+FORMAT = Format("minari", _reader, None, _detect)

@@ -132,8 +132,4 @@ def _is_video(field: Field) -> bool:
     )
 
 
-def _detect(path: FilePath) -> bool:
-    return format_in(path) == "video"
-
-
-FORMAT = Format("video", VideoReader, VideoWriter, _detect)
+FORMAT = Format("video", VideoReader, VideoWriter, lambda path: format_in(path) == "video")

@@ -94,7 +94,7 @@ def read_steps(reader: FormatReader, runs: Runs, paths: Iterable[Path]) -> Steps
         return reader.read(runs, wanted)
     rest, parts = [path for path in wanted if path != PROMPT], [_ADDED, _KEPT, _BACK, RESPONSE]
     if len(runs.episodes) == 1 and runs.stride == 1 and not runs.starts[0]:
-        steps = whole_prompts(reader.read(runs, dict.fromkeys([*rest, *parts])))
+        steps = whole_prompts(reader.read(runs, [*dict.fromkeys([*rest, *parts])]))
         return Steps(len(runs), {path: steps.columns[path] for path in wanted})
     columns = {**reader.read(runs, rest).columns} if rest else {}
     # A prompt is read from the beginning of its episode on.

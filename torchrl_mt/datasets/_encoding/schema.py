@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
 from torchrl_mt.data._store.schema import Form, Schema, bits
@@ -71,11 +70,6 @@ class EpisodeSchema:
     def shared(self) -> tuple[Path, ...]:
         """The entries ``("next", k)`` that are written in the rows of ``k``."""
         return tuple(path for path, field in self.fields.items() if field.shared)
-
-    @property
-    def keys(self) -> list[NestedKey]:
-        """The keys of the entries."""
-        return [unravel_key(path) for path in self.fields]
 
     def conform(self, steps: Steps) -> Steps:
         """Return an episode with every column in the form of its field.

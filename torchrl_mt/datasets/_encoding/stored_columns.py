@@ -39,6 +39,9 @@ class DenseRows:
     values: np.ndarray
     """``[R, *shape]``, of :func:`array_dtype`."""
 
+    def __len__(self) -> int:
+        return len(self.values)
+
 
 @dataclass(frozen=True)
 class RaggedRows:
@@ -49,6 +52,9 @@ class RaggedRows:
     shapes: np.ndarray
     """int64 ``[R, ndim]``."""
 
+    def __len__(self) -> int:
+        return len(self.shapes)
+
 
 @dataclass(frozen=True)
 class TextRows:
@@ -56,6 +62,9 @@ class TextRows:
 
     texts: list[str]
     """``R`` JSON texts."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
 
 
 StoredRows = DenseRows | RaggedRows | TextRows

@@ -57,7 +57,7 @@ def crcs_of(schema: EpisodeSchema, columns: Mapping[Path, StoredRows]) -> np.nda
     """Return the checksums of an episode: uint32 ``[blocks]``, entry after entry."""
     found: list[int] = []
     for path, stored in columns.items():
-        size, rows = block_rows(schema.fields[path]), _rows(stored)
+        size, rows = block_rows(schema.fields[path]), len(stored)
         found += crcs_of_parts(stored, [min(size, rows - begin) for begin in range(0, rows, size)])
     return np.array(found, np.uint32)
 
@@ -65,12 +65,6 @@ def crcs_of(schema: EpisodeSchema, columns: Mapping[Path, StoredRows]) -> np.nda
 def crcs_of_parts(stored: StoredRows, counts: list[int]) -> list[int]:
     """Return the checksum of each part of so many rows."""
     return [_crc(part) for part in _split(stored, counts)]
-
-
-def _rows(stored: StoredRows) -> int:
-    if isinstance(stored, TextRows):
-        return len(stored.texts)
-    return len(stored.values if isinstance(stored, DenseRows) else stored.shapes)
 
 
 def _split(stored: StoredRows, counts: list[int]) -> Iterator[StoredRows]:

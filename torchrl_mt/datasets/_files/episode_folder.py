@@ -23,11 +23,11 @@ import numpy as np
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema
 from torchrl_mt.datasets._encoding.values import from_json_text
 from torchrl_mt.datasets._files.checksums import Checksums, sealed
-from torchrl_mt.datasets._files.readers import DatasetError
+from torchrl_mt.datasets._files.readers import DatasetError, check_version
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode
 from torchrl_mt.datasets.registry import Mode
-from torchrl_mt.paths import inside
+from torchrl_mt.paths import inside, replace_file
 
 __all__ = [
     "EpisodeFolder",
@@ -37,6 +37,7 @@ __all__ = [
     "format_in",
     "open_folder",
     "read_header",
+    "write_all",
 ]
 
 _HEADER = "DATASET"
@@ -227,8 +228,8 @@ class EpisodeFolder:
             if len(self._files) > 2:
                 record["crcs_end"] = (ends[1] + len(seal)) // 4
             for file, data in zip(self._files, (text, seal)[: len(self._files) - 1], strict=False):
-                _write_all(file, data)
-            _write_all(self._files[-1], record.tobytes())
+                write_all(file, data)
+            write_all(self._files[-1], record.tobytes())
             self.schema = episode.schema
             if self._new is not None and not self._replaces:
                 self._publish(self._new)
@@ -302,13 +303,7 @@ class EpisodeFolder:
 
     def write_header(self, folder: Path) -> None:
         """Put the header into ``folder``, in one step, in the place of the one that is there."""
-        partial = folder / f".{_HEADER}.{uuid.uuid4().hex}"
-        try:
-            partial.write_text(json.dumps(self.header), encoding="utf-8")
-            os.replace(partial, folder / _HEADER)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        replace_file(folder / _HEADER, json.dumps(self.header).encode())
 
     def _open(self) -> None:
         # Without a buffer: what failed to be written must not be written later.
@@ -359,11 +354,7 @@ def checked_header(path: Path, header: Any) -> dict[str, Any]:
     version = header.get("version") if isinstance(header, dict) else None
     if not isinstance(version, int) or version < 1:
         raise DatasetError(f"{path} is no header of a data set: it has no version.")
-    if version > _VERSION:
-        raise DatasetError(
-            f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
-            f"reads {_VERSION}): upgrade torchrl_mt."
-        )
+    check_version(path, version, _VERSION)
     crc = header.pop("crc32", None)
     if (version > 1 or crc is not None) and crc != _header_crc(header):
         raise DatasetError(f"{path} is not as it was written: restore it from a copy.")
@@ -405,7 +396,8 @@ def _delete_data(folder: Path) -> None:
         folder.rmdir()
 
 
-def _write_all(file: io.FileIO, data: bytes) -> None:
+def write_all(file: io.FileIO, data: Any) -> None:
+    """Write data to a file without a buffer, which may take a part of it at a time."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

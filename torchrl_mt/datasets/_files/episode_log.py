@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchrl_mt.datasets._files.checksums import crcs_of
-from torchrl_mt.datasets._files.episode_folder import EpisodeFolder
+from torchrl_mt.datasets._files.episode_folder import EpisodeFolder, write_all
 from torchrl_mt.datasets._files.readers import DatasetError
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Mode
@@ -72,8 +72,10 @@ class LoggedWriter(FormatWriter):
 
     def write(self, episode: EncodedEpisode) -> None:
         """Write an episode."""
-        if self._log is not None and self._is_full(self._log):
-            self._fold_log()
+        if self._log is not None:
+            count = self.folder.num_episodes - self._log.first
+            if self._log.size >= self.fold_bytes or count >= self.fold_episodes:
+                self._fold_log()
         batch = self.batch(episode)
         if self._log is None:
             self._log = _Log(self.folder.make(), self.folder.num_episodes, batch.schema)
@@ -98,9 +100,6 @@ class LoggedWriter(FormatWriter):
         if self._log is not None:
             self._log.close()
         self.folder.abort()
-
-    def _is_full(self, log: _Log) -> bool:
-        return log.size >= self.fold_bytes or log.num_episodes >= self.fold_episodes
 
     def _fold_log(self) -> None:
         log = self._log
@@ -161,7 +160,7 @@ class _Log:
     def __init__(self, data: FilePath, first: int, schema: Any) -> None:
         self.name, self.first = _name(first), first
         self._file = io.FileIO(data / self.name, "w")
-        self._write(schema.serialize())
+        write_all(self._file, schema.serialize())
         self._ends = [self.size]
         """Where each episode begins, and the last one ends."""
 
@@ -170,28 +169,18 @@ class _Log:
         """Bytes of the file."""
         return self._file.tell()
 
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes."""
-        return len(self._ends) - 1
-
     def append(self, number: int, batch: Any) -> None:
         """Write the episode of this number, in the place of one that was not committed."""
         del self._ends[number - self.first + 1 :]
         if self.size > self._ends[-1]:
             self._file.seek(self._ends[-1])
             self._file.truncate()
-        self._write(batch.serialize())
+        write_all(self._file, batch.serialize())
         self._ends.append(self.size)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, data: Any) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
 
 
 def _name(first: int) -> str:

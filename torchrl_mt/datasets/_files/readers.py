@@ -8,10 +8,11 @@ only be read as a whole, :class:`WholeReader` needs one method that does so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "FormatReader",
     "Runs",
     "WholeReader",
+    "check_version",
     "joined",
     "runs_of",
 ]
@@ -43,6 +45,15 @@ __all__ = [
 
 class DatasetError(ValueError):
     """A data set, or an episode of it, that cannot be read."""
+
+
+def check_version(path: FilePath, version: int, newest: int) -> None:
+    """Refuse a data set of a layout that this package does not know yet (``DatasetError``)."""
+    if version > newest:
+        raise DatasetError(
+            f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
+            f"reads {newest}): upgrade torchrl_mt."
+        )
 
 
 @dataclass(frozen=True)
@@ -122,21 +133,24 @@ class FormatReader(ABC):
         self.checksums = checksums
         self._blocks: dict[Path, _Blocks] = {}
 
-    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
-        """Read steps, of these entries or of all."""
-        paths = self.schema.fields if fields is None else fields
+    def read(self, runs: Runs, paths: Sequence[Path]) -> Steps:
+        """Read these entries of steps."""
         return Steps(len(runs), {path: self.column(path, runs) for path in paths})
 
     def column(self, path: Path, runs: Runs) -> Column:
         """Read one entry of the steps."""
-        field = self.schema.fields[path]
-        if field.shared:
-            own = self.own_next[runs.episodes] >> self.schema.shared.index(path) & 1
-            # What follows step t is row t + 1 of k, or row T + t where the two disagree.
-            ahead = np.where(own, self.lengths[runs.episodes], 1)
-            path, runs = path[1:], replace(runs, starts=runs.starts + ahead)
-        self.verify(path, runs)
-        return decode(field, self.stored(path, runs))
+        of, rows = self.place(path, runs)
+        self.verify(of, rows)
+        return decode(self.schema.fields[path], self.stored(of, rows))
+
+    def place(self, path: Path, runs: Runs) -> tuple[Path, Runs]:
+        """Return the entry whose rows have these steps of an entry, and which of its rows."""
+        if not self.schema.fields[path].shared:
+            return path, runs
+        own = self.own_next[runs.episodes] >> self.schema.shared.index(path) & 1
+        # What follows step t is row t + 1 of k, or row T + t where the two disagree.
+        ahead = np.where(own, self.lengths[runs.episodes], 1)
+        return path[1:], replace(runs, starts=runs.starts + ahead)
 
     def verify(self, path: Path, rows: Runs) -> None:
         """Compare the checksums of the blocks that have these rows, where that was not yet done.
@@ -271,9 +285,8 @@ class WholeReader(FormatReader):
     def whole(self, episode: int) -> Steps:
         """Read an episode."""
 
-    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
-        """Read steps, of these entries or of all, episode by episode."""
-        paths = list(self.schema.fields if fields is None else fields)
+    def read(self, runs: Runs, paths: Sequence[Path]) -> Steps:
+        """Read these entries of steps, episode by episode."""
         parts = []
         for episode, start, count in zip(runs.episodes, runs.starts, runs.counts, strict=True):
             steps = self._recent(int(episode))
@@ -283,10 +296,6 @@ class WholeReader(FormatReader):
             )
         columns = Steps.concat(parts).columns
         return Steps(len(runs), {path: self._own(path, columns[path]) for path in paths})
-
-    def column(self, path: Path, runs: Runs) -> Column:
-        """Read one entry of the steps."""
-        return self.read(runs, [path]).columns[path]
 
     def stored(self, path: Path, rows: Runs) -> StoredRows:
         """Not used: :meth:`read` reads."""

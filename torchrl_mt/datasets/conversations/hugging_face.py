@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.checks import import_extra
 from torchrl_mt.datasets.writing import storage_of
-from torchrl_mt.transforms.episode_entries import dialogue_of_rows
+from torchrl_mt.transforms.episode_entries import dialogue_of_rows, entry_of_rows
 from torchrl_mt.vision.messages import with_data_uris
 
 if TYPE_CHECKING:
@@ -99,39 +100,37 @@ def _rows_of(batch: Any, number: int) -> Iterator[dict[str, Any]]:
         raise TypeError(
             f"episode {number} must be a TED TensorDict of shape [T], got {type(batch).__name__}{shape}."
         )
-    last = _last_steps(batch)
-    first = [0, *(step + 1 for step in last[:-1])]
-    of_step = torch.bucketize(
-        torch.arange(len(batch), device="cpu"), torch.tensor(last, device="cpu")
-    ).tolist()
-    found = dialogue_of_rows(batch, of_step, last)
+    ends = _ends(batch)
+    last: list[int] = ends.nonzero().flatten().tolist()
+    found = dialogue_of_rows(batch, (ends.cumsum(0) - ends.long()).tolist(), last)
     dialogues = [None] * len(last) if found is None else found.tolist()
     rewards = _numbers(batch, ("next", "reward")) or [0.0] * len(batch)
-    reasons = _objects(batch, "stop_reason")
+    entry = entry_of_rows(batch, ("stop_reason",), last)
+    reasons = [None] * len(last) if entry is None else entry.tolist()
     columns = {name: _lists(batch, key) for name, (key, _) in _RAGGED.items()}
     ids, groups = _numbers(batch, ("collector", "traj_ids")), _numbers(batch, "group")
-    for k, (begin, end) in enumerate(zip(first, last, strict=True)):
-        messages = dialogues[k]
+    for k, (before, end) in enumerate(pairwise([-1, *last])):
+        messages, reason = dialogues[k], reasons[k]
         if not messages:
             raise ValueError(
                 f"episode {number + k} must have messages under 'text', as the collector writes them, "
                 f"got the keys {sorted(map(str, batch.keys()))}."
             )
-        here = slice(begin, end + 1)
+        here = slice(before + 1, end + 1)
         yield {
             "messages": [dict(message) for message in with_data_uris(messages)],
             "reward": float(sum(rewards[here])),
             "rewards": rewards[here],
-            "num_turns": end + 1 - begin,
-            "stop_reason": str(reasons[end]) if reasons[end] else None,
+            "num_turns": end - before,
+            "stop_reason": str(reason) if reason else None,
             "episode": number + k if ids is None else ids[end],
             "group": number + k if groups is None else groups[end],
             **{name: lists[here] for name, lists in columns.items() if lists is not None},
         }
 
 
-def _last_steps(batch: TensorDictBase) -> list[int]:
-    """Index of the last step of each episode."""
+def _ends(batch: TensorDictBase) -> Tensor:
+    """Whether a step is the last of its episode, ``[T]`` bool."""
     ends = torch.zeros(len(batch), dtype=torch.bool, device="cpu")
     for name in ("done", "terminated", "truncated"):
         flag = batch.get(("next", name), None)
@@ -142,7 +141,7 @@ def _last_steps(batch: TensorDictBase) -> list[int]:
         ids = ids.reshape(-1).cpu()
         ends[:-1] |= ids[1:] != ids[:-1]
     ends[-1] = True
-    return [int(step) for step in ends.nonzero().flatten()]
+    return ends
 
 
 def _numbers(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
@@ -155,16 +154,6 @@ def _lists(batch: TensorDictBase, key: NestedKey) -> list[list[Any]] | None:
     """One list per step; ``None`` if the batch lacks the entry."""
     values = batch.get(key, None, as_list=True)
     return None if values is None else [value.tolist() for value in values]
-
-
-def _objects(batch: TensorDictBase, key: str) -> list[Any]:
-    """One Python object per step; ``None`` where the batch lacks the entry."""
-    value = batch.get(key, None)
-    if isinstance(value, NonTensorData):
-        return [value.data] * len(batch)
-    if isinstance(value, NonTensorStack):
-        return value.tolist()
-    return [value] * len(batch) if isinstance(value, str) else [None] * len(batch)
 
 
 def _features(datasets: Any, rows: list[dict[str, Any]]) -> Any:

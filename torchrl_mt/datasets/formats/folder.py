@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from torchrl_mt.checks import check_integer_within
-from torchrl_mt.data._store.steps import Column, Path, Steps
+from torchrl_mt.data._store.steps import Path, Steps
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import DenseRows, RaggedRows, StoredRows
 from torchrl_mt.datasets._files.checksums import CheckedFiles, crcs_of_files
@@ -63,25 +62,15 @@ class FolderReader(EpisodicReader):
         schema = EpisodeSchema.from_json(header["schema"])
         super().__init__(schema, self._episodes.lengths, self._episodes.own_next)
         self.identity = header["data"]
+        self._decoded: dict[tuple[FilePath, str, int], np.ndarray] = {}
+        """Images of what is being read, in case another entry has them as well."""
 
-    def read(self, runs: Runs, fields: Iterable[Path] | None = None) -> Steps:
-        """Read steps, of these entries or of all; an image that is in two of them is decoded once."""
-        paths = [*(self.schema.fields if fields is None else fields)]
-        columns: dict[Path, Column] = {}
-        if runs.stride == 1 and not self.own_next[runs.episodes].any():
-            following = replace(runs, counts=runs.counts + 1)
-            ends = following.counts.cumsum()
-            for path in set(paths).intersection(self.schema.shared):
-                if path[1:] in paths and _is_image(self.schema.fields[path]):
-                    rows = self.column(path[1:], following)
-                    assert isinstance(rows, torch.Tensor)
-                    is_step = torch.ones(len(rows), dtype=torch.bool, device="cpu")
-                    is_next = is_step.clone()
-                    is_step[ends - 1], is_next[ends - following.counts] = False, False
-                    columns |= {path[1:]: rows[is_step], path: rows[is_next]}
-        rest = super().read(runs, [path for path in paths if path not in columns])
-        columns |= rest.columns
-        return Steps(rest.length, {path: columns[path] for path in paths})
+    def read(self, runs: Runs, paths: Sequence[Path]) -> Steps:
+        """Read these entries of steps; an image that is in two of them is decoded once."""
+        try:
+            return super().read(runs, paths)
+        finally:
+            self._decoded.clear()
 
     def take(self, path: Path, episode: int, rows: np.ndarray) -> StoredRows:
         """Read rows of one episode."""
@@ -93,19 +82,27 @@ class FolderReader(EpisodicReader):
         """Read rows of one entry."""
         if field.dtype is not torch.uint8:
             return read_rows(entry, field, rows)
-        quality = self.options.get("jpeg_quality")
         if _is_image(field):
             values = np.empty((len(rows), *field.shape), dtype=np.uint8)
             for place, row in enumerate(rows.tolist()):
-                values[place] = read_image(entry, row, field.shape, quality)
+                values[place] = self._image(entry, row, field.shape)
             return DenseRows(values)
         if field.kind == "ragged":
             shapes = read_shapes(entry, field)
             if all(map(is_image, shapes.tolist())):
-                images = [read_image(entry, row, shapes[row], quality) for row in rows.tolist()]
+                images = [self._image(entry, row, shapes[row]) for row in rows.tolist()]
                 values = np.concatenate([image.reshape(-1) for image in images])
                 return RaggedRows(values, shapes[rows])
         return read_rows(entry, field, rows)
+
+    def _image(self, entry: EntryFiles, row: int, shape: Sequence[int]) -> np.ndarray:
+        key = entry.folder, entry.name, row
+        image = self._decoded.get(key)
+        if image is None:
+            image = read_image(entry, row, shape, self.options.get("jpeg_quality"))
+            if self.schema.shared:
+                self._decoded[key] = image
+        return image
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Return the metadata of an episode."""
@@ -202,8 +199,4 @@ def _folder_of(data: FilePath, episode: int) -> FilePath:
     return data / f"chunk-{episode // _CHUNK:03d}" / f"episode-{episode:06d}"
 
 
-def _detect(path: FilePath) -> bool:
-    return format_in(path) == "folder"
-
-
-FORMAT = Format("folder", FolderReader, FolderWriter, _detect)
+FORMAT = Format("folder", FolderReader, FolderWriter, lambda path: format_in(path) == "folder")

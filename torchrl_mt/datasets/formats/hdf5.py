@@ -46,7 +46,7 @@ from torchrl_mt.datasets._files.hdf5_rows import (
     create_rows,
     own_node,
 )
-from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, runs_of
+from torchrl_mt.datasets._files.readers import DatasetError, FlatReader, check_version, runs_of
 from torchrl_mt.datasets._files.write_lock import replace, unfinished_path
 from torchrl_mt.datasets._files.writers import EncodedEpisode, FormatWriter
 from torchrl_mt.datasets.registry import Format, Mode
@@ -150,11 +150,7 @@ class _Reader(FlatReader):
 
     def __init__(self, path: FilePath, file: Any) -> None:
         version = int(file.attrs["version"])
-        if version > _VERSION:
-            raise DatasetError(
-                f"{path} was written by a newer torchrl_mt (version {version} of its layout, this one "
-                f"reads {_VERSION}): upgrade torchrl_mt."
-            )
+        check_version(path, version, _VERSION)
         schema = EpisodeSchema.from_json(json.loads(file.attrs["schema"]))
         contents = _map_of(file)
         lengths = file[_LENGTHS][:]

@@ -73,6 +73,18 @@ class _Reader(WholeReader):
         """Close the file."""
         self._file.close()
 
+    def mend_end(self) -> None:
+        """End the last line that counts, and remove what a killed writer left behind it."""
+        last, end = b"\n", 0
+        if len(self._starts):
+            last, end = self._bytes(-1), int(self._starts[-1] + self._sizes[-1])
+        with open(self.path, "rb+") as file:
+            file.truncate(end)
+            if not last.endswith(b"\n"):
+                # If the rest is whole, its last byte is a line end that has changed.
+                file.seek(end - (_parsed(last[:-1]) is not None))
+                file.write(b"\n")
+
     def _line(self, i: int) -> dict[str, Any]:
         """Read and parse a line."""
         try:
@@ -117,12 +129,12 @@ class _Writer(FormatWriter):
         self._new = None if adds else unfinished_path(path)
         """What becomes ``path``: with the first episode, or at the end of an overwrite."""
         self._written = False
-        if mode == "overwrite" and _detect(path):
+        if mode == "overwrite" and path.is_file() and _detect(path):
             _Reader(path).close()  # Lines of others are not replaced.
         if adds:
-            _mend_end(path)
             reader = _Reader(path)
             self.schema = growing(reader.schema) if len(reader.lengths) else None
+            reader.mend_end()
             reader.close()
 
     def write(self, episode: EncodedEpisode) -> None:
@@ -215,35 +227,12 @@ def _is_episode(line: Any) -> bool:
     )
 
 
-def _mend_end(path: FilePath) -> None:
-    """End the last line: a whole one gets its line end, what a killed writer left of one is removed."""
-    with open(path, "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        start, tail = end, b""
-        while start and b"\n" not in tail:
-            size = min(start, 1 << 20)
-            start -= size
-            file.seek(start)
-            tail = file.read(size) + tail
-        last = tail[tail.rfind(b"\n") + 1 :]
-        if not last:
-            return
-        if _parsed(last[:-1]) is not None:  # All but the line end is as it was.
-            file.seek(end - 1)
-            file.write(b"\n")
-        elif _parsed(last) is None:
-            file.truncate(end - len(last))
-        else:
-            file.seek(end)
-            file.write(b"\n")
-
-
 def _detect(path: FilePath) -> bool:
     try:
         with open(path, "rb") as file:
             return _LENGTH.match(file.read(1000)) is not None or path.suffix.lower() == ".jsonl"
     except OSError:
-        return False
+        return path.suffix.lower() == ".jsonl" and not path.exists()
 
 
 FORMAT = Format("jsonl", _Reader, _Writer, _detect)
