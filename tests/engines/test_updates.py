@@ -152,7 +152,7 @@ def test_names_that_begin_otherwise_are_explained(engine, model):
     with pytest.raises(ValueError, match=r"its names lack 'model\.' in front"):
         engine.update_weights(bare)
     with pytest.raises(ValueError, match=r"its names have 'module\.' in front, which must go"):
-        engine.update_weights(nn.ModuleDict({"module": model}))
+        engine.update_weights(nn.DataParallel(model).state_dict())
     with pytest.raises(TypeError, match=r"source must be a model, a state dict or .* got list"):
         engine.update_weights(list(weights.values()))
     assert engine.version == 0
