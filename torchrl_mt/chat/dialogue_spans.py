@@ -142,7 +142,7 @@ class DialogueRenderer:
         """The dialogue in the first form that the template accepts."""
         given = [as_template_reads(message, layout) for message in messages]
         split: list[dict[str, Any]] = []
-        error: Exception | None = None
+        found: _Dialogue | Exception
         for form in (given, completed(given, layout.family)):
             split = [
                 (layout.names if each.get("role") == "assistant" else self._names).split(
@@ -150,19 +150,27 @@ class DialogueRenderer:
                 )
                 for i, each in enumerate(form)
             ]
-            try:
-                return _Dialogue(self._tokenizer, layout, split, tools)
-            except Exception as refusal:
-                error = refusal
+            found = self._tried(layout, split, tools)
+            if isinstance(found, _Dialogue):
+                return found
         taken = len(split)
-        while taken > 0 and not _renders(self._tokenizer, layout.source, split[:taken], tools):
+        while taken > 0 and isinstance(self._tried(layout, split[:taken], tools), Exception):
             taken -= 1
         number = min(taken, len(split) - 1)
         raise RefusedDialogueError(
             f"the tokenizer's chat template refuses message {number} of {len(split)} (role "
-            f"{split[number].get('role')!r}): {type(error).__name__}: {error}. Give messages in the "
+            f"{split[number].get('role')!r}): {type(found).__name__}: {found}. Give messages in the "
             "roles and the order that it takes."
-        ) from error
+        ) from found
+
+    def _tried(
+        self, layout: AnswerLayout, messages: list[dict[str, Any]], tools: Any
+    ) -> _Dialogue | Exception:
+        """A dialogue, or the error by which the template refuses it."""
+        try:
+            return _Dialogue(self._tokenizer, layout, messages, tools)
+        except Exception as refusal:
+            return refusal
 
     def _layout(self, tools: Any) -> AnswerLayout:
         """The layout of the template, which may depend on whether there are tools."""
@@ -314,16 +322,6 @@ class _Dialogue:
                 add_generation_prompt=add_generation_prompt,
             )
         )
-
-
-def _renders(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Any], tools: Any
-) -> bool:
-    try:
-        tokenizer.apply_chat_template(messages, chat_template=source, tools=tools, tokenize=False)
-    except Exception:
-        return False
-    return True
 
 
 def _has_break(value: Any) -> bool:

@@ -22,7 +22,8 @@ from torchrl_mt.chat.replies.families import turn_ends
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
 from torchrl_mt.chat.training_templates import training_template
-from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.checks import check_choice
+from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.messages import (
     for_template,
     images_of,
@@ -30,6 +31,7 @@ from torchrl_mt.vision.messages import (
     refuse_videos,
     with_stored_images,
 )
+from torchrl_mt.vision.processor import with_processor
 
 __all__ = ["Answer", "ChatTokens", "OnBreak", "Template", "refuse_images"]
 
@@ -117,10 +119,8 @@ class ChatTokens:
         parse: ParseReply | None = None,
         processor: Any = None,
     ) -> None:
-        self._vision = vision = None if processor is None else VisionProcessor.of(processor)
-        if vision is not None:
-            tokenizer = vision.tokenizer if tokenizer is None else tokenizer
-            vision.check_tokenizer(tokenizer)
+        tokenizer, vision = with_processor(tokenizer, processor)
+        self._vision = vision
         has_template = vision is not None and vision.chat_template is not None
         if tokenizer is None or (tokenizer.chat_template is None and not has_template):
             raise ValueError(
@@ -132,10 +132,8 @@ class ChatTokens:
                 f"tokenizer ({type(tokenizer).__name__}) must have an end-of-turn token, got "
                 "eos_token=None: set tokenizer.eos_token."
             )
-        if on_break not in get_args(OnBreak):
-            raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
-        if template not in get_args(Template):
-            raise ValueError(f"template must be one of {get_args(Template)}, got {template!r}.")
+        check_choice("on_break", on_break, get_args(OnBreak))
+        check_choice("template", template, get_args(Template))
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False

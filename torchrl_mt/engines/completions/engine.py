@@ -41,7 +41,7 @@ from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import AttemptError, HttpClient, HttpError, Target, TryAgainError
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import wait_all
-from torchrl_mt.vision import VisionProcessor
+from torchrl_mt.vision.processor import with_processor
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
@@ -148,13 +148,7 @@ class CompletionsEngine(StaysInProcess):
             check_choice("image_api", image_api, get_args(ImageApi))
             if api not in ("openai", image_api):
                 raise ValueError(f"image_api must be None or api={api!r}, got {image_api!r}.")
-        # Tokenizers have no tokenizer.
-        if processor is None and hasattr(tokenizer, "tokenizer"):
-            tokenizer, processor = None, tokenizer
-        self._vision = None if processor is None else VisionProcessor.of(processor)
-        if self._vision is not None:
-            tokenizer = self._vision.tokenizer if tokenizer is None else tokenizer
-            self._vision.check_tokenizer(tokenizer)
+        tokenizer, self._vision = with_processor(tokenizer, processor)
         if image_api is not None and self._vision is None:
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer

@@ -273,7 +273,11 @@ def _rebuilt(
     given = dict(generate_kwargs_of(own))
     for name in _hf_kwargs(Sampling()):
         given.pop(name, None)
-    ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), _Closing(closing)])
+
+    def is_closing(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.new_full(input_ids.shape[:1], closing.is_set(), dtype=torch.bool)
+
+    ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), is_closing])
     own.generate_kwargs = {
         **given,
         "eos_token_id": sorted(stop_ids),
@@ -289,17 +293,6 @@ def _hf_kwargs(params: Sampling) -> dict[str, Any]:
         return {"do_sample": False, **dict.fromkeys(asdict(params))}
     # transformers takes a min_p of 0 for one that is set.
     return {"do_sample": True, **asdict(params), "min_p": params.min_p or None}
-
-
-class _Closing:
-    """Stopping criterion that ends generation once the engine closes."""
-
-    def __init__(self, closing: threading.Event) -> None:
-        self._closing = closing
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Whether each row is finished."""
-        return input_ids.new_full(input_ids.shape[:1], self._closing.is_set(), dtype=torch.bool)
 
 
 class _Strings:

@@ -26,7 +26,7 @@ from torchrl_mt.engines.request_checks import checked_images, image_spans
 from torchrl_mt.vision import StoredImage, VisionProcessor
 from torchrl_mt.vision.model import VisionModel
 
-__all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "fitting_processor"]
+__all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "check_processor"]
 
 _BITS = 32
 """An image's token is its number, and in the lowest bits a place; other tokens have number 0."""
@@ -219,16 +219,10 @@ class ImageFeatures:
             yield group
 
 
-def fitting_processor(
-    processor: Any, vision: VisionModel | None, model: PreTrainedModel
-) -> VisionProcessor:
-    """Return a model's processor in the form that prepares its images.
-
-    Raises:
-        TypeError: if the processor is of no supported family.
-        ValueError: if it does not belong to the model.
-    """
-    found = VisionProcessor.of(processor)
+def check_processor(
+    found: VisionProcessor, vision: VisionModel | None, model: PreTrainedModel
+) -> None:
+    """Refuse a processor that does not belong to a model (``ValueError``)."""
     name = type(model).__name__
     if vision is None:
         raise ValueError(
@@ -240,4 +234,3 @@ def fitting_processor(
             f"processor must have the model's image token {vision.image_token_id}, got "
             f"{found.image_token_id}: do {found.family} and {name} belong together?"
         )
-    return found
