@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.waiting import PATIENCE
-from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines import CompletionsEngine, TransformersEngine
 
 
 def check(promise, examples: int, **strategies) -> None:
@@ -91,6 +91,12 @@ def endless(model, tokenizer, **kwargs):
     engine = TransformersEngine(model, tokenizer, **kwargs)
     engine._stop_ids = frozenset()
     return engine
+
+
+def completions(urls, tokenizer, model="tiny", **kwargs):
+    """An engine of servers, which asks again at once and waits as long as it must."""
+    kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
+    return CompletionsEngine(urls, model, tokenizer, **kwargs)
 
 
 def assert_sampled_by(models, prompt, answer, atol=1e-5) -> None:

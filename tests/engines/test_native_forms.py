@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.engines.helpers import ask
+from tests.engines.helpers import ask, completions
 from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
 from tests.faulty_server import running, silent, status
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.engine import CompletionsError
 
 pytest.importorskip("httpx")
@@ -34,11 +34,7 @@ def server(api, tokenizer):
 
 @pytest.fixture
 def make(api, server, tokenizer):
-    def make(**kwargs):
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        return CompletionsEngine(server.url + "/v1", "tiny", tokenizer, api=api, **kwargs)
-
-    return make
+    return partial(completions, server.url + "/v1", tokenizer, api=api)
 
 
 def test_answers_are_what_the_server_sampled(make, server):
@@ -75,14 +71,6 @@ def test_stop_strings_end_the_answer(make, server, tokenizer):
     assert answer.finish_reason == "stop"
     assert (answer.stop_string, answer.stop_token) == (word, None)
     assert word in tokenizer.decode(answer.token_ids)
-
-
-def test_bounds_are_asked_of_the_server(make, server):
-    server.max_model_len = 8
-    engine = make()
-    assert engine.max_total_tokens == 8
-    with pytest.raises(ValueError, match="exceed max_total_tokens=8"):
-        ask(engine, [5] * 8)
 
 
 def test_what_may_pass_is_tried_again(make, server):
@@ -167,20 +155,7 @@ def test_malformed_answers_are_named(tokenizer, form, path, value, error):
     with running(KINDS[form]()) as server:
         post = server.generate
         server.generate = lambda body, query: edit(post(body, query), path, value)
-        engine = CompletionsEngine(server.url, "tiny", tokenizer, api=form, max_new_tokens=5)
+        engine = completions(server.url, tokenizer, api=form, max_new_tokens=5)
         with pytest.raises(CompletionsError, match=error):
             ask(engine)
         assert len(server.prompts) == 1
-
-
-def test_arguments_are_checked(tokenizer):
-    with pytest.raises(ValueError, match=r"api must be.*openai.*got 'tgi'"):
-        CompletionsEngine("http://a", "tiny", tokenizer, api="tgi")
-    with pytest.raises(ValueError, match=r"image_api must be None or api='vllm', got 'sglang'"):
-        CompletionsEngine("http://a", "tiny", tokenizer, api="vllm", image_api="sglang")
-    with pytest.raises(ValueError, match="at least one server, each once"):
-        CompletionsEngine(["http://a", "http://a/v1"], "tiny", tokenizer)
-    with pytest.raises(ValueError, match="at least one server"):
-        CompletionsEngine([], "tiny", tokenizer)
-    with pytest.raises(TypeError, match="must be a string or a list of strings, got 3"):
-        CompletionsEngine(["http://a", 3], "tiny", tokenizer)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engines.helpers import ask
+from tests.engines.helpers import ask, completions
 from tests.engines.sampling_servers import (
     Refused,
     SGLangServer,
@@ -60,10 +60,7 @@ def make(kind, servers, tokenizer, tmp_path):
     def make(pause="abort", **kwargs):
         _, weights, api = KINDS[kind]
         on_update = weights(servers.urls, folder=tmp_path, pause=pause)
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engine = CompletionsEngine(
-            servers.urls, "tiny", tokenizer, api=api, on_update=on_update, **kwargs
-        )
+        engine = completions(servers.urls, tokenizer, api=api, on_update=on_update, **kwargs)
         engine._servers._pause = 0.05
         return engine
 
@@ -474,10 +471,8 @@ def tuned(request, servers, tokenizer, tmp_path, monkeypatch):
 
     def make(pause="abort", **kwargs):
         on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path, pause=pause)
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engine = CompletionsEngine(
-            servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
-        )
+        given = {"api": request.param, "on_update": on_update, **kwargs}
+        engine = completions(servers.urls, tokenizer, "policy", **given)
         engine._servers._pause = 0.05
         return engine
 

@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engines.helpers import completions
 from tests.engines.sampling_servers import VLLMServer, cluster, slowly
 from tests.faulty_server import silent, status
 from tests.tiers import in_fast_tier
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 
@@ -31,11 +32,7 @@ def three():
 
 @pytest.fixture
 def make(three, tokenizer):
-    def make(**kwargs):
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 6, **kwargs}
-        return CompletionsEngine(three.urls, "tiny", tokenizer, api="vllm", **kwargs)
-
-    return make
+    return partial(completions, three.urls, tokenizer, api="vllm", max_new_tokens=6)
 
 
 async def conversation(engine, number, turns, between=lambda turn: None):
