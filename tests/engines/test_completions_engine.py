@@ -340,15 +340,11 @@ def test_pauses_grow(make, server):
         assert pause >= least
 
 
-def test_one_failure_is_nobody_elses(make, server):
+async def test_one_failure_is_nobody_elses(make, server):
     engine = make(max_retries=0)
     server.faults = [status(500)] * 7
-
-    async def run():
-        asked = (engine.generate(prompt) for prompt in prompts(40))
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    results = asyncio.run(run())
+    asked = (engine.generate(prompt) for prompt in prompts(40))
+    results = await asyncio.gather(*asked, return_exceptions=True)
     assert sum(isinstance(result, CompletionsError) for result in results) == 7
 
 
@@ -499,25 +495,23 @@ def test_a_server_that_does_not_say_takes_what_it_takes(make, server, models):
     assert engine.max_total_tokens is None
 
 
-def test_requests_wait_for_a_server_that_starts_and_starts_again(make, monkeypatch, tokenizer):
+async def test_requests_wait_for_a_server_that_starts_and_starts_again(
+    make, monkeypatch, tokenizer
+):
     monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.02)
     monkeypatch.setattr("torchrl_mt.engines.completions.model_limit._AWAY_PAUSE", 0.02)
     with running(CompletionsServer()) as first:
         port = first.server_port
     engine = make(f"http://127.0.0.1:{port}", wait_ready=PATIENCE, max_retries=0)
-
-    async def run():
-        for _ in range(2):
-            asked = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(5)]
-            await asyncio.sleep(0.1)
-            assert not any(each.done() for each in asked)
-            with running(CompletionsServer(port)) as server:
-                server.models = {"data": [{"id": "tiny", "max_model_len": 99}]}
-                server.faults = [status(503), status(502, Retry_After="9999")]
-                await asyncio.gather(*asked)
-        assert engine.max_total_tokens == 99
-
-    asyncio.run(run())
+    for _ in range(2):
+        asked = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(5)]
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in asked)
+        with running(CompletionsServer(port)) as server:
+            server.models = {"data": [{"id": "tiny", "max_model_len": 99}]}
+            server.faults = [status(503), status(502, Retry_After="9999")]
+            await asyncio.gather(*asked)
+    assert engine.max_total_tokens == 99
 
 
 def test_a_server_that_never_comes_is_waited_for_so_long(make):
@@ -583,7 +577,7 @@ def test_an_update_that_fails_is_not_counted(make):
     assert engine.version == 0
 
 
-def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
+async def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
     engine = make(on_update=lambda source: None)
     reached = threading.Event()
 
@@ -598,15 +592,11 @@ def test_an_answer_never_claims_newer_weights_than_it_began_with(make, server):
         return answer
 
     server.faults, server.change = [slow], during
-
-    async def run():
-        task = asyncio.create_task(engine.generate([5, 6]))
-        await asyncio.to_thread(reached.wait, PATIENCE)
-        engine.update_weights()
-        return await task
-
-    # The second attempt began at version 1, and during it the weights changed again.
-    assert set(asyncio.run(run()).versions) == {1}
+    task = asyncio.create_task(engine.generate([5, 6]))
+    await asyncio.to_thread(reached.wait, PATIENCE)
+    engine.update_weights()
+    found = await task
+    assert set(found.versions) == {1}
     assert engine.version == 2
 
 

@@ -274,16 +274,13 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize(("name", "values"), EXTREMES, ids=[name for name, _ in EXTREMES])
-def test_an_extreme_parameter_is_refused_by_name_or_obeyed_and_hurts_no_other(
+async def test_an_extreme_parameter_is_refused_by_name_or_obeyed_and_hurts_no_other(
     kit, engine, name, values
 ):
-    async def run():
-        others = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
-        bad = [engine.generate([5, 6], **{name: value}) for value in values]
-        found = await asyncio.gather(*bad, return_exceptions=True)
-        return await asyncio.gather(*others), found
-
-    others, found = asyncio.run(run())
+    others = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
+    bad = [engine.generate([5, 6], **{name: value}) for value in values]
+    found = await asyncio.gather(*bad, return_exceptions=True)
+    others, found = await asyncio.gather(*others), found
     for prompt, answer in zip(prompts(4), others, strict=True):
         assert_sampled(kit, prompt, answer)
     for value, outcome in zip(values, found, strict=True):
@@ -300,17 +297,14 @@ def test_a_bad_size_is_refused_by_name(kit):
         kit.make(max_new_tokens=0)
 
 
-def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
+async def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
     requests = prompts(20)
-
-    async def run():
-        tasks = started(engine, requests)
-        await asyncio.sleep(0)
-        for task in tasks[::3]:
-            task.cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    for i, (prompt, answer) in enumerate(zip(requests, asyncio.run(run()), strict=True)):
+    tasks = started(engine, requests)
+    await asyncio.sleep(0)
+    for task in tasks[::3]:
+        task.cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    for i, (prompt, answer) in enumerate(zip(requests, answers, strict=True)):
         if i % 3 == 0:
             assert isinstance(answer, asyncio.CancelledError)
         else:

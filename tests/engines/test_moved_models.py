@@ -56,18 +56,15 @@ def test_the_engine_follows_a_model_that_is_converted(engine, model, move):
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
+async def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
     engine = endless(model, tokenizer, max_new_tokens=64)
-
-    async def run():
-        answers = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
-        await until(lambda: engine.stats()["generated_tokens"] > 20)
-        with held(engine):
-            assert engine.stats()["running"]
-            double(model)
-        return await asyncio.gather(*answers)
-
-    for prompt, answer in zip(prompts(4), asyncio.run(run()), strict=True):
+    answers = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
+    await until(lambda: engine.stats()["generated_tokens"] > 20)
+    with held(engine):
+        assert engine.stats()["running"]
+        double(model)
+    results = await asyncio.gather(*answers)
+    for prompt, answer in zip(prompts(4), results, strict=True):
         assert len(answer.token_ids) == 64
         assert_sampled_by(model, prompt, answer)
 

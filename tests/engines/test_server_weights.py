@@ -94,29 +94,26 @@ def test_updates_reach_every_server_and_only_the_last_is_kept(make, servers, tmp
     assert left.name.startswith("version-3-")
 
 
-def test_a_request_that_an_update_aborts_is_sent_again_with_the_new_version(make, servers):
+async def test_a_request_that_an_update_aborts_is_sent_again_with_the_new_version(make, servers):
     engine = make(max_retries=0)
     for server in servers.servers:
         server.before_token = lambda k, server=server: wait_until(
             lambda: engine.version == 2 or server.is_paused
         )
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(6)]
-        for version in (1, 2):
-            for server in servers.servers:
-                await asyncio.to_thread(until, server, 3)
-            await asyncio.to_thread(engine.update_weights, weights(version))
-        return await asyncio.gather(*asked)
-
-    for answer in asyncio.run(run()):
+    asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(6)]
+    for version in (1, 2):
+        for server in servers.servers:
+            await asyncio.to_thread(until, server, 3)
+        await asyncio.to_thread(engine.update_weights, weights(version))
+    answers = await asyncio.gather(*asked)
+    for answer in answers:
         assert set(answer.versions) == set(truth(answer)) == {2}
 
 
 @pytest.mark.parametrize(
     ("kind", "pause"), [("vllm", "keep"), ("vllm", "wait"), ("sglang", "retract")]
 )
-def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
+async def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
     engine = make(pause=pause)
     servers.kill(1)
     server = servers.servers[0]
@@ -129,16 +126,12 @@ def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
             wait_until(lambda: pause == "wait" or updated.is_set() or server.is_paused)
 
     server.before_token = before_token
-
-    async def run():
-        asked = asyncio.create_task(engine.generate([5, 6], max_new_tokens=8))
-        await asyncio.to_thread(at_3.wait, PATIENCE)
-        with pytest.raises(WeightUpdateError):  # the other server is dead
-            await asyncio.to_thread(engine.update_weights, weights(1))
-        updated.set()
-        return await asked
-
-    answer = asyncio.run(run())
+    asked = asyncio.create_task(engine.generate([5, 6], max_new_tokens=8))
+    await asyncio.to_thread(at_3.wait, PATIENCE)
+    with pytest.raises(WeightUpdateError):  # the other server is dead
+        await asyncio.to_thread(engine.update_weights, weights(1))
+    updated.set()
+    answer = await asked
     versions = truth(answer)
     if pause == "wait":
         assert set(versions) == {0}
@@ -518,26 +511,22 @@ def test_an_adapter_is_loaded_once_a_version_and_needs_no_folder_that_is_gone(
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
-def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, tmp_path):
+async def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, tmp_path):
     engine = tuned("keep", max_retries=0)
     engine.update_weights(Tuned(1))
     pushed = threading.Semaphore(0)
     for server in servers.servers:
         server.before_token = lambda k: pushed.acquire(timeout=PATIENCE)
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(4)]
-        for server in servers.servers:
-            await asyncio.to_thread(until, server, 2)
-        most = 0
-        for version in range(2, 20):
-            await asyncio.to_thread(engine.update_weights, Tuned(version))
-            most = max(most, len(list(tmp_path.iterdir())))
-            pushed.release(2)
-        pushed.release(1000)
-        return most, await asyncio.gather(*asked)
-
-    most, answers = asyncio.run(run())
+    asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(4)]
+    for server in servers.servers:
+        await asyncio.to_thread(until, server, 2)
+    most = 0
+    for version in range(2, 20):
+        await asyncio.to_thread(engine.update_weights, Tuned(version))
+        most = max(most, len(list(tmp_path.iterdir())))
+        pushed.release(2)
+    pushed.release(1000)
+    most, answers = most, await asyncio.gather(*asked)
     assert most <= 9
     for answer in answers:
         assert list(answer.versions) == truth(answer)

@@ -110,23 +110,19 @@ def test_members_of_a_group_share_a_server_until_it_is_busy(make, three):
     assert min(len(server.prompts) for server in three.servers) > 0
 
 
-def test_other_requests_go_to_the_least_busy_server(make, three):
+async def test_other_requests_go_to_the_least_busy_server(make, three):
     engine = make()
     held = [True]
     for server in three.servers:
         server.before_token = lambda k: wait_until(lambda: not held[0])
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5 + k])) for k in range(12)]
-        await asyncio.to_thread(
-            wait_until, lambda: sum(server.running for server in three.servers) == 12
-        )
-        assert [server.running for server in three.servers] == [4, 4, 4]
-        assert engine.stats()["running"] == 12
-        held[0] = False
-        await asyncio.gather(*asked)
-
-    asyncio.run(run())
+    asked = [asyncio.create_task(engine.generate([5 + k])) for k in range(12)]
+    await asyncio.to_thread(
+        wait_until, lambda: sum(server.running for server in three.servers) == 12
+    )
+    assert [server.running for server in three.servers] == [4, 4, 4]
+    assert engine.stats()["running"] == 12
+    held[0] = False
+    await asyncio.gather(*asked)
 
 
 # Failures

@@ -45,36 +45,30 @@ def test_a_group_computes_its_prompt_once(tokenizer, model, budget):
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
 
 
-def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
+async def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=16)
     prompt = prompts(1, length=400)[0]
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate(prompt, max_new_tokens=2)) for _ in range(4)]
-        await until(lambda: engine.stats()["prefill_tokens"] > 50)
-        tasks[0].cancel()
-        return await asyncio.gather(*tasks[1:])
-
-    for answer in asyncio.run(run()):
+    tasks = [asyncio.create_task(engine.generate(prompt, max_new_tokens=2)) for _ in range(4)]
+    await until(lambda: engine.stats()["prefill_tokens"] > 50)
+    tasks[0].cancel()
+    answers = await asyncio.gather(*tasks[1:])
+    for answer in answers:
         assert_sampled_by(model, prompt, answer)
     assert engine.stats()["prefill_tokens"] < 2 * 400
 
 
-def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
+async def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=16)
     prompt = prompts(1, length=400)[0]
-
-    async def run():
-        task = asyncio.create_task(engine.generate(prompt, max_new_tokens=2))
-        await until(lambda: engine.stats()["prefill_tokens"] > 50)
-        task.cancel()
-        await until(lambda: idle(engine))
-        computed = engine.stats()["prefill_tokens"]
-        answer = await engine.generate(prompt, max_new_tokens=2)
-        assert engine.stats()["prefill_tokens"] == max(400, computed + 1)
-        return answer
-
-    assert_sampled_by(model, prompt, asyncio.run(run()))
+    task = asyncio.create_task(engine.generate(prompt, max_new_tokens=2))
+    await until(lambda: engine.stats()["prefill_tokens"] > 50)
+    task.cancel()
+    await until(lambda: idle(engine))
+    computed = engine.stats()["prefill_tokens"]
+    answer = await engine.generate(prompt, max_new_tokens=2)
+    assert engine.stats()["prefill_tokens"] == max(400, computed + 1)
+    found = answer
+    assert_sampled_by(model, prompt, found)
 
 
 @few_or_many(3, 15)
