@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +15,7 @@ from torchrl_mt._hosts.peft import base_of, has_adapter_layers
 from torchrl_mt.engines.adapters import merged_weights, peft_model
 from torchrl_mt.ranks import is_dtensor, is_sharded
 from torchrl_mt.scoring.forward import unwrapped
+from torchrl_mt.threads import run_all
 
 __all__ = [
     "check_whole",
@@ -214,11 +213,4 @@ def hand_on(on_update: Callable[[Any], Any], source: Any) -> None:
     """Call ``on_update(source)`` and wait for it; it may be a coroutine function."""
     result = on_update(source)
     if inspect.isawaitable(result):
-        # In its own thread and loop: the caller may be inside a running loop.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, _awaited(result)).result()
-
-
-async def _awaited(result: Any) -> None:
-    """Await ``result``; ``asyncio.run`` takes coroutines only."""
-    await result
+        run_all([result])

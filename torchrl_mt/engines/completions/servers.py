@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Literal
 
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 from torchrl_mt.http_client import AttemptError
 from torchrl_mt.server_load import ServerLoad, choose
+from torchrl_mt.threads import start_daemon
 
 __all__ = ["Server", "Servers", "server_origins"]
 
@@ -264,8 +264,7 @@ class Servers:
             if restored is None:
                 restored = server.restored = Future()
                 if not self._follows:
-                    run = partial(self._load, server, version, restored)
-                    Thread(target=run, daemon=True, name="torchrl_mt-weights").start()
+                    start_daemon(self._load, server, version, restored)
         try:
             await asyncio.shield(asyncio.wrap_future(restored))
         except RuntimeError as error:
