@@ -12,13 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat.templates import (
     CHATML,
-    DEEPSEEK_R1,
     GEMMA,
     LLAMA3,
     MISTRAL,
     PLAIN,
     QWEN3,
-    QWEN3_OPENS,
     byte_level,
     sentence_piece,
 )
@@ -244,35 +242,6 @@ def test_stripped_thinking_forks_and_only_thinking_does():
         *(*opening, *plain, "12", IM[1], "\n", *result, "9", IM[1], "\n", *opening)
     )
     assert not talk.extends
-
-
-@pytest.mark.parametrize(
-    ("shape", "before", "kept", "after"),
-    [
-        (
-            QWEN3_OPENS,
-            (IM[0], "user\nguess", IM[1], "\n", IM[0], "assistant\n"),
-            "<think>\n",
-            ("8", IM[1], "\n", IM[0], "user\nhigher", IM[1], "\n", IM[0], "assistant\n<think>\n"),
-        ),
-        (
-            DEEPSEEK_R1,
-            ("<|begin_of_sentence|>", "<|User|>", "guess", "<|Assistant|>"),
-            "<think>\n",
-            # Only the tag is cut away, not the line ends behind it.
-            ("\n\n8", "<|end_of_sentence|>", "<|User|>", "higher", "<|Assistant|>", "<think>\n"),
-        ),
-    ],
-    **named,
-)
-def test_thinking_that_the_prompt_opened(shape, before, kept, after):
-    answer = "lower\n</think>\n\n8"
-    talk = Talk(shape, user("guess"))
-    assert talk.prompt == talk.ids(*before, kept)
-    assert talk.turn(answer, user("higher")) == talk.ids(*before, *after)
-    talk = Talk(shape, user("guess"), on_break="append")
-    after = (answer, *after[1:])
-    assert talk.turn(answer, user("higher")) == talk.ids(*before, kept, *after)
 
 
 @pytest.mark.parametrize("shape", REAL_SHAPES, **named)

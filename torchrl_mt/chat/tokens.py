@@ -221,8 +221,7 @@ class ChatTokens:
             TypeError: if a message holds anything but plain data and images.
         """
         messages, images = self._separated(messages)
-        ids = self._without_sampled(self._tokens(messages, opens=False), last_token)
-        return self._expanded(ids, images)
+        return self._after_answer(self._tokens(messages, opens=False), images, last_token)
 
     def next_prompt(
         self,
@@ -289,17 +288,19 @@ class ChatTokens:
                 # The rendering of a tool's result may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
-                    return True, self._after_answer(behind, images, last_token)
+                    return True, self._after_answer(
+                        self._encoder.middle(behind), images, last_token
+                    )
             # The fixed context may not allow these messages: a tool's result without its call.
             with suppress(RefusedDialogueError):
-                ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
-                return True, self._expanded(ids, images)
+                ids = self._tokens(new_messages, opens=False)
+                return True, self._after_answer(ids, images, last_token)
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
-            return True, self._after_answer(behind, images, last_token)
+            return True, self._after_answer(self._encoder.middle(behind), images, last_token)
         if self.on_break == "append":
-            ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
-            return True, self._expanded(ids, images)
+            ids = self._tokens(new_messages, opens=False)
+            return True, self._after_answer(ids, images, last_token)
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
         return False, self._expanded(self._encoder.beginning(whole), [*shown, *images])
 
@@ -367,11 +368,10 @@ class ChatTokens:
         return ids if self._vision is None else self._vision.expanded(ids, images)
 
     def _after_answer(
-        self, text: str, images: Sequence[StoredImage], last_token: int | None
+        self, ids: list[int], images: Sequence[StoredImage], last_token: int | None
     ) -> list[int]:
-        """Tokens of the text after an answer that ends with ``last_token``."""
-        ids = self._without_sampled(self._encoder.middle(text), last_token)
-        return self._expanded(ids, images)
+        """Those of the tokens after an answer that it has not ended with: ``last_token``."""
+        return self._expanded(self._without_sampled(ids, last_token), images)
 
     def _tokens(self, messages: Sequence[Mapping[str, Any]], *, opens: bool) -> list[int]:
         """Tokens of messages; cached if all values are strings and short."""

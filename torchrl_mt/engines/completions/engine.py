@@ -112,6 +112,7 @@ class CompletionsEngine(StaysInProcess):
     """
 
     _instead = FACTORY_INSTEAD
+    _versions: VersionSource
 
     def __init__(
         self,
@@ -167,10 +168,10 @@ class CompletionsEngine(StaysInProcess):
         self._on_update = on_update
         self._updating = threading.Lock()
         origins = server_origins(base_url)
-        bring_up = None
+        bring_up, self._versions = None, "begun"
         if isinstance(on_update, ServerWeights):
             on_update.check_engine(origins, model, wait_ready)
-            bring_up = on_update.bring_up
+            bring_up, self._versions = on_update.bring_up, on_update.versions
         self.wait_ready = wait_ready
         self._servers = Servers(origins, bring_up=bring_up)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -197,9 +198,6 @@ class CompletionsEngine(StaysInProcess):
         self._request = partial(make_request, api)
         form = api if image_api is None else image_api
         self._has_version_key = version_key is not None
-        self._versions: VersionSource = "begun"
-        if isinstance(on_update, ServerWeights):
-            self._versions = on_update.versions
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
             self._images = ImageRequests(form, self._vision, lambda x: self._post(x, (), []))

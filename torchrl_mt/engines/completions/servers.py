@@ -89,7 +89,6 @@ class Servers:
         bring_up: has a server load the weights of a version, or raises a RuntimeError; called with the
             server's address, the version, and whether the server may have them already. ``None`` if
             that is not possible.
-        pause: seconds for which a server that does not answer is left out.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Servers:
         origins: Sequence[str],
         *,
         bring_up: Callable[[str, int, bool], object] | None = None,
-        pause: float = _PAUSE,
     ) -> None:
         self.all = [Server(origin) for origin in origins]
         self.version = 0
@@ -106,7 +104,7 @@ class Servers:
         """Number of prompts that left the server that had their prefix."""
         self._bring_up = bring_up
         self._follows = False
-        self._pause = pause
+        self._pause = _PAUSE
         self._places = PrefixPlaces[Server]()
         self._lock = Lock()
         self._held: Future[None] | None = None

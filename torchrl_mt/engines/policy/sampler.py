@@ -95,8 +95,8 @@ class PolicySampler:
         self,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
-        params: Sampling = Sampling(),  # noqa: B008 - it is frozen
-        stops: Sequence[StopStrings | None] = (),
+        params: Sampling,
+        stops: Sequence[StopStrings | None],
     ) -> list[Drawn]:
         """Sample a response to every prompt.
 
@@ -104,8 +104,7 @@ class PolicySampler:
             prompts: at least one token each.
             limits: maximum length of each response.
             params: sampling parameters, used if the policy takes arguments.
-            stops: for each response its stop strings or ``None``, used if the policy takes arguments;
-                may be empty.
+            stops: for each response its stop strings or ``None``, used if the policy takes arguments.
 
         Raises:
             RuntimeError: if the policy does not return one response to each of the prompts.
@@ -124,7 +123,7 @@ class PolicySampler:
                 f"the policy must return a TensorDict with {len(prompts)} answers, got "
                 f"{type(out).__name__} {tuple(getattr(out, 'batch_size', ()))}."
             )
-        answers = zip(out.unbind(0), prompts, limits, stops or [None] * len(prompts), strict=True)
+        answers = zip(out.unbind(0), prompts, limits, stops, strict=True)
         return [self._read(*answer) for answer in answers]
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
