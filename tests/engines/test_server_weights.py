@@ -81,15 +81,20 @@ def truth(answer) -> list[int]:
     return [version_of(value) for value in answer.log_probs]
 
 
+def assert_answers_of(engine, version, count=4, first=5) -> None:
+    """A version sampled the answers, and they say so."""
+    answers = [ask(engine, [first, k + 6]) for k in range(count)]
+    assert {each for answer in answers for each in answer.versions} == {version}
+    assert {each for answer in answers for each in truth(answer)} == {version}
+
+
 def test_updates_reach_every_server_and_only_the_last_is_kept(make, servers, tmp_path):
     engine = make()
     for version in (1, 2, 3):
         assert engine.update_weights(weights(version)) == engine.version == version
         assert [server.version for server in servers.servers] == [version] * 2
         assert not any(server.is_paused for server in servers.servers)
-        for k in range(4):
-            answer = ask(engine, [5, k + 6])
-            assert set(answer.versions) == set(truth(answer)) == {version}
+        assert_answers_of(engine, version)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("version-3-")
 
@@ -175,9 +180,7 @@ def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weight
     assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
     assert engine.version == 2
     assert not second.is_paused
-    answers = [ask(engine, [5, k + 6]) for k in range(8)]
-    assert {version for answer in answers for version in truth(answer)} == {2}
-    assert {version for answer in answers for version in answer.versions} == {2}
+    assert_answers_of(engine, 2, 8)
     assert not second.prompts
     # It loads them as soon as it can.
     second.load_fault = lambda: None
@@ -208,8 +211,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monke
         assert engine.version == 1
         wait_until(lambda: not engine._on_update._interrupted(first.url))
         # The first may have the new weights, so it loads those of the version again.
-        answers = [ask(engine, [5, k + 6]) for k in range(8)]
-        assert {version for answer in answers for version in truth(answer)} == {1}
+        assert_answers_of(engine, 1, 8)
         assert not second.prompts
         updating = threading.Thread(target=engine.update_weights, args=[weights(2)])
         updating.start()
@@ -218,8 +220,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monke
         may_go_on.set()
     updating.join()
     assert engine.version == 2
-    answers = [ask(engine, [7, k + 6]) for k in range(8)]
-    assert {version for answer in answers for version in truth(answer)} == {2}
+    assert_answers_of(engine, 2, 8, first=7)
     assert second.prompts
     assert not any(server.is_paused for server in servers.servers)
 
@@ -236,7 +237,7 @@ def test_an_update_that_reaches_no_server_is_not_counted(make, servers):
     for server in servers.servers:
         server.load_fault = lambda: None
     engine.update_weights(weights(1))
-    assert set(truth(ask(engine))) == {1}
+    assert_answers_of(engine, 1, 1)
 
 
 def test_what_cannot_be_saved_touches_no_server(make, servers, tmp_path):
@@ -274,9 +275,7 @@ def test_answers_tell_that_a_server_was_started_again(make, servers):
     engine = make(max_retries=0)
     engine.update_weights(weights(1))
     restart_unseen(servers)
-    for k in range(6):
-        answer = ask(engine, [5, k + 6])
-        assert set(answer.versions) == set(truth(answer)) == {1}
+    assert_answers_of(engine, 1, 6)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -501,9 +500,7 @@ def test_an_adapter_is_loaded_once_a_version_and_needs_no_folder_that_is_gone(
     engine = tuned()
     for version in range(1, 5):
         assert engine.update_weights(Tuned(version)) == version
-        for k in range(4):
-            answer = ask(engine, [5, k + 6])
-            assert set(answer.versions) == set(truth(answer)) == {version}
+        assert_answers_of(engine, version)
         assert [list(server.adapters) for server in servers.servers] == [[f"policy@{version}"]] * 2
         assert [server.adapter_loads for server in servers.servers] == [version] * 2
     # The last one too: requests that came during the update may need it.
@@ -540,9 +537,7 @@ def test_an_adapter_that_is_gone_is_loaded_again(tuned, servers):
     engine.update_weights(Tuned(1))
     engine.update_weights(Tuned(2))
     restart_unseen(servers)
-    for k in range(6):
-        answer = ask(engine, [5, k + 6])
-        assert set(answer.versions) == set(truth(answer)) == {2}
+    assert_answers_of(engine, 2, 6)
     assert all(server.prompts for server in servers.servers)
 
 

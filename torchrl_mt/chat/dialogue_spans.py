@@ -142,7 +142,7 @@ class DialogueRenderer:
         """The dialogue in the first form that the template accepts."""
         given = [as_template_reads(message, layout) for message in messages]
         split: list[dict[str, Any]] = []
-        found: _Dialogue | Exception
+        error: Exception | None = None
         for form in (given, completed(given, layout.family)):
             split = [
                 (layout.names if each.get("role") == "assistant" else self._names).split(
@@ -153,15 +153,16 @@ class DialogueRenderer:
             found = self._tried(layout, split, tools)
             if isinstance(found, _Dialogue):
                 return found
+            error = found
         taken = len(split)
         while taken > 0 and isinstance(self._tried(layout, split[:taken], tools), Exception):
             taken -= 1
         number = min(taken, len(split) - 1)
         raise RefusedDialogueError(
             f"the tokenizer's chat template refuses message {number} of {len(split)} (role "
-            f"{split[number].get('role')!r}): {type(found).__name__}: {found}. Give messages in the "
+            f"{split[number].get('role')!r}): {type(error).__name__}: {error}. Give messages in the "
             "roles and the order that it takes."
-        ) from found
+        ) from error
 
     def _tried(
         self, layout: AnswerLayout, messages: list[dict[str, Any]], tools: Any

@@ -298,7 +298,7 @@ class ChatTemplate:
             call = trial_call(k, self.parser.family)
             said = self.answers.write(ParsedReply("", None, [call]))
             turns.append([said, *name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])])
-        befores = [self.question, [*self.question, *turns[0]]]
+        befores: list[Messages] = [self.question, [*self.question, *turns[0]]]
         tails = self._tails(befores, turns[1], f"{ARGUMENT}1")
         return len(tails) == 1 and None not in tails
 
