@@ -403,31 +403,17 @@ def test_a_completion_says_what_it_was_sampled_from(make, server, asked, record,
     }
 
 
-@pytest.mark.parametrize("mode", [None, "processed_logprobs", "raw_logprobs"])
-def test_what_log_probs_may_not_be_is_said_once(make, caplog, mode):
-    engine = make(logprobs_mode=mode)
-    is_raw = mode != "processed_logprobs"  # Those of this server do not depend on the sampling.
-    marked = {"logprobs_mode": "raw_logprobs"} if is_raw else {}
-    assert ask(engine).sampling == {}
-    assert not caplog.records
-    for _ in range(3):
-        assert ask(engine, temperature=0.7).sampling == {"temperature": 0.7, **marked}
-    said = [record.getMessage() for record in caplog.records]
-    expected = {
-        None: ["are not those of what was sampled from"],
-        "processed_logprobs": [],
-        "raw_logprobs": ["are not those of what was sampled from"],
-    }[mode]
-    assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(said)
-    for _ in range(3):
-        assert ask(engine, top_p=0.7).sampling == {"top_p": 0.7, **marked}
-    truncated = [r for r in caplog.records if "{'top_p': 0.7} is truncated" in r.getMessage()]
-    assert len(truncated) == (not is_raw)
-
-
 @pytest.mark.parametrize("asked", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"seed": 3}])
-@pytest.mark.parametrize("kind", ["raw", "processed", "refuses"])
-def test_one_probe_tells_what_log_probs_are_of(make, server, caplog, kind, asked):
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        *((None, kind) for kind in ("raw", "processed", "refuses")),
+        *((f"{kind}_logprobs", kind) for kind in ("raw", "processed")),
+    ],
+)
+def test_what_log_probs_are_of_is_given_or_told_by_one_probe_and_said_once(
+    make, server, caplog, mode, kind, asked
+):
     def answer(path, body):
         sure = body["top_k"] == 1 or body["temperature"] < 0.1
         if sure and kind == "refuses":
@@ -440,16 +426,24 @@ def test_one_probe_tells_what_log_probs_are_of(make, server, caplog, kind, asked
         return 200, said
 
     server.answer = answer
-    engine = make()
+    engine = make(logprobs_mode=mode)
+    assert ask(engine).sampling == {}
+    assert not caplog.records
     plain = asked.keys() == {"seed"}
     record = {} if plain else asked
     marked = {"logprobs_mode": "raw_logprobs"} if kind == "raw" and not plain else {}
     answers = [*generate_all(engine, prompts(5), **asked), ask(engine, **asked)]
     assert [answer.sampling for answer in answers] == [{**record, **marked}] * 6
-    assert len(server.seen) == 6 + (not plain)
-    said = [record.getMessage() for record in caplog.records]
-    doubts = [text for text in said if "log-probabilities" in text and "is truncated" not in text]
-    assert len(doubts) == (kind != "processed" and not plain)
+    assert len(server.seen) == 7 + (mode is None and not plain)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    truncated = [text for text in said if f"{record} is truncated" in text]
+    assert len(truncated) == (kind != "raw" and bool(record.keys() & {"top_p", "top_k"}))
+    doubts = {
+        "raw": "are not those of what was sampled from",
+        "refuses": "must be those of what is",
+    }
+    found = [doubts[kind] in text for text in said if text not in truncated]
+    assert found == [True] * (kind != "processed" and not plain)
 
 
 # The server: how much it takes, when it comes, and when the engine goes
