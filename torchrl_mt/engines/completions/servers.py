@@ -103,7 +103,9 @@ class Servers:
         self.moved = 0
         """Number of prompts that left the server that had their prefix."""
         self._bring_up = bring_up
-        self._follows = False
+        self.follows = False
+        """Whether to wait for :meth:`restored`, :meth:`commit` or :meth:`refuse`, and never call
+        ``bring_up``."""
         self._pause = _PAUSE
         self._places = PrefixPlaces[Server]()
         self._lock = Lock()
@@ -208,10 +210,6 @@ class Servers:
                 if restored is not None:
                     restored.set_exception(RuntimeError(reason))
 
-    def follow_updates(self) -> None:
-        """Wait for :meth:`restored`, :meth:`commit` or :meth:`refuse`; never call ``bring_up``."""
-        self._follows = True
-
     def _at(self, origins: Iterable[str]) -> list[Server]:
         """The servers at some addresses; all if one is unknown, such as that behind a router."""
         wanted = set(origins)
@@ -261,7 +259,7 @@ class Servers:
             restored = server.restored
             if restored is None:
                 restored = server.restored = Future()
-                if not self._follows:
+                if not self.follows:
                     start_daemon(self._load, server, version, restored)
         try:
             await asyncio.shield(asyncio.wrap_future(restored))
@@ -272,7 +270,7 @@ class Servers:
     def _lacks(self, server: Server, reason: str) -> None:
         """Have a server load weights before it takes another request; the caller has the lock."""
         server.weights, server.reason = "missed", reason
-        if not self._follows:
+        if not self.follows:
             server.restored = None  # What it is loading may be lost.
 
     def _has_weights(self, server: Server) -> None:
@@ -280,7 +278,7 @@ class Servers:
         server.works()
         server.weights, server.reason = "current", ""
         restored, server.restored = server.restored, None
-        if self._follows and restored is not None:
+        if self.follows and restored is not None:
             restored.set_result(None)
 
     def _load(self, server: Server, version: int, restored: Future[None]) -> None:
@@ -337,6 +335,6 @@ class Servers:
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
         server.refusals += error.refused
-        can_load = self._follows or self._bring_up is not None
+        can_load = self.follows or self._bring_up is not None
         if error.refused and self.version and can_load and server.weights == "current":
             server.weights = "doubtful"
