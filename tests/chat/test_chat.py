@@ -12,15 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat.templates import (
     CHATML,
-    DEEPSEEK_R1,
     GEMMA,
     LLAMA3,
     MISTRAL,
-    MISTRAL_SYSTEM_LAST,
     PLAIN,
     QWEN3,
-    QWEN3_OPENS,
-    ROUNDS,
     byte_level,
     sentence_piece,
 )
@@ -229,20 +225,6 @@ def test_chatml_token_by_token():
     assert prompt == talk.ids(*first, *second, "12", *third, IM[0], "assistant\n")
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_llama3_token_by_token(cut):
-    def turn(role, content):
-        return ("<|start_header_id|>", role, "<|end_header_id|>", "\n\n" + content, "<|eot_id|>")
-
-    talk = Talk(LLAMA3, system("rules"), user("guess"))
-    assert talk.turn("8", user(" higher\n"), cut=cut) == talk.ids(
-        *("<|begin_of_text|>", *turn("system", "rules"), *turn("user", "guess")),
-        *("<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n", "8", "<|eot_id|>"),
-        *turn("user", "higher"),
-        *("<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n"),
-    )
-
-
 THOUGHT = "<think>\nlower\n</think>\n\n"
 
 
@@ -260,58 +242,6 @@ def test_stripped_thinking_forks_and_only_thinking_does():
         *(*opening, *plain, "12", IM[1], "\n", *result, "9", IM[1], "\n", *opening)
     )
     assert not talk.extends
-
-
-@pytest.mark.parametrize(
-    ("shape", "before", "kept", "after"),
-    [
-        (
-            QWEN3_OPENS,
-            (IM[0], "user\nguess", IM[1], "\n", IM[0], "assistant\n"),
-            "<think>\n",
-            ("8", IM[1], "\n", IM[0], "user\nhigher", IM[1], "\n", IM[0], "assistant\n<think>\n"),
-        ),
-        (
-            DEEPSEEK_R1,
-            ("<|begin_of_sentence|>", "<|User|>", "guess", "<|Assistant|>"),
-            "<think>\n",
-            # Only the tag is cut away, not the line ends behind it.
-            ("\n\n8", "<|end_of_sentence|>", "<|User|>", "higher", "<|Assistant|>", "<think>\n"),
-        ),
-    ],
-    **named,
-)
-def test_thinking_that_the_prompt_opened(shape, before, kept, after):
-    answer = "lower\n</think>\n\n8"
-    talk = Talk(shape, user("guess"))
-    assert talk.prompt == talk.ids(*before, kept)
-    assert talk.turn(answer, user("higher")) == talk.ids(*before, *after)
-    talk = Talk(shape, user("guess"), on_break="append")
-    after = (answer, *after[1:])
-    assert talk.turn(answer, user("higher")) == talk.ids(*before, kept, *after)
-
-
-def test_a_system_message_that_moves_forks_and_its_absence_does_not():
-    talk = Talk(MISTRAL_SYSTEM_LAST, user("guess"))
-    end = ("</s>", "[INST]", "higher", "[/INST]")
-    assert talk.turn("8", user("higher")) == talk.ids(
-        "<s>", "[INST]", "guess", "[/INST]", "8", *end
-    )
-    talk = Talk(MISTRAL_SYSTEM_LAST, system("rules"), user("guess"))
-    assert talk.turn("8", user("higher")) == talk.ids(
-        *("<s>", "[INST]", "guess", "[/INST]", "8", "</s>", "[INST]", "rules\n\nhigher", "[/INST]")
-    )
-
-
-def test_what_depends_on_the_dialogue_is_appended_as_it_is_there():
-    talk = Talk(ROUNDS, user("guess"))
-    for number in (2, 3, 4):
-        spelled = [talk.encode(letter)[0] for letter in "lower"]
-        assert spelled != talk.encode("lower")
-        assert talk.turn(spelled, user("higher")) == [
-            *talk.seen,
-            *talk.ids(f"\n[round {number}]\nuser: higher", "<|end|>", "\nassistant: "),
-        ]
 
 
 @pytest.mark.parametrize("shape", REAL_SHAPES, **named)

@@ -8,6 +8,7 @@ import json
 import re
 from collections import UserDict, deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 
@@ -92,6 +93,11 @@ def play(tokenizer, **collector):
     return play_episode(tokenizer, Questions(), repeat(ids), **collector)
 
 
+def collector_of(env, engine, kwargs):
+    options = CollectorOptions(chat=ChatOptions(template_kwargs=kwargs))
+    return MultiTurnCollector(env, engine, episodes_per_batch=1, options=options)
+
+
 def render(tokenizer, messages, **kwargs):
     """Tokens of a whole dialogue at once, by transformers alone."""
     return tokenizer.apply_chat_template(
@@ -148,12 +154,7 @@ def test_evaluations_are_given_them_too():
     tokenizer = KEEPS.on(byte_level())
     ids = tokenizer("8<|im_end|>", add_special_tokens=False)["input_ids"]
     engine = ScriptedEngine(tokenizer, lambda prompt: ids)
-    with MultiTurnCollector(
-        Questions(),
-        engine,
-        episodes_per_batch=1,
-        options=CollectorOptions(chat=ChatOptions(template_kwargs=KWARGS)),
-    ) as collector:
+    with collector_of(Questions(), engine, KWARGS) as collector:
         collector.evaluate([{}])
     assert engine.calls[0][0] == render(tokenizer, dialogue(0), **KWARGS)
 
@@ -201,36 +202,9 @@ def test_a_keyword_that_the_template_does_not_read_changes_nothing():
     assert given.open(messages) == plain.open(messages)
 
 
-RESERVED = ["messages", "conversations", *inspect.signature(
+RESERVED = {"messages", "conversations", *inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
-).parameters]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in RESERVED if n not in ("self", "tools", "documents", "kwargs")]
-)
-def test_reserved_names_are_refused_at_once(name):
-    engine = ScriptedEngine(DROPS.on(byte_level()), lambda prompt: [])
-    message = re.escape(f"template_kwargs must not have ['{name}']")
-    kwargs = {"enable_thinking": False, name: True}
-    with pytest.raises(ValueError, match=message):
-        ChatTokens(engine.tokenizer, template_kwargs=kwargs)
-    # Also where environments are not known before they are made.
-    with pytest.raises(ValueError, match=message):
-        MultiTurnCollector(
-            lambda: Questions(),
-            engine,
-            episodes_per_batch=1,
-            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
-        )
-
-
-def test_what_is_no_mapping_is_refused():
-    tokenizer = DROPS.on(byte_level())
-    with pytest.raises(TypeError, match=r"template_kwargs must be a mapping .* got list"):
-        ChatTokens(tokenizer, template_kwargs=[SCHEMA])
-    with pytest.raises(TypeError, match=r"'tools'. must be a list of .* got dict"):
-        ChatTokens(tokenizer, template_kwargs={"tools": SCHEMA})
+).parameters} - {"self", "tools", "documents", "kwargs"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -239,23 +213,30 @@ def test_what_is_no_mapping_is_refused():
         ({"tools": ["weigh"]}, "must be a list of JSON schemas or functions, got str (weigh)"),
         ({"tools": iter([SCHEMA, 5])}, "or functions, got int (5) at 1"),
         ({"tools": 5}, "'tools'] must be a list of JSON schemas or functions, got int"),
+        ({"tools": SCHEMA}, "'tools'] must be a list of JSON schemas or functions, got dict"),
         ({"documents": ["a text"]}, "'documents'] must be a list of mappings"),
         ({"documents": {"text": "a"}}, "'text': ...}, got dict"),
         ({"documents": [weigh]}, "'text': ...}, got function"),
         ({1: 2}, "template_kwargs must have text as names, got 1"),
+        *(({"top": 1, name: True}, f"must not have ['{name}']") for name in sorted(RESERVED)),
     ],
 )
-@pytest.mark.parametrize("env", [Questions, lambda: Questions()])
-def test_what_is_faulty_is_named_when_the_collector_is_made(kwargs, message, env):
+@pytest.mark.parametrize("env", [Questions, lambda: Questions(), None])
+def test_what_is_faulty_is_named_at_once(kwargs, message, env):
+    """Also where environments are not known before they are made."""
     kwargs = {name: copy.copy(value) for name, value in kwargs.items()}
     engine = ScriptedEngine(KEEPS.on(byte_level()), lambda prompt: [])
-    with pytest.raises(TypeError, match=re.escape(message)):
-        MultiTurnCollector(
-            env,
-            engine,
-            episodes_per_batch=1,
-            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
-        )
+    error = ValueError if "must not have" in message else TypeError
+    use = partial(ChatTokens, engine.tokenizer, template_kwargs=kwargs)
+    if env is not None:
+        use = partial(collector_of, env, engine, kwargs)
+    with pytest.raises(error, match=re.escape(message)):
+        use()
+
+
+def test_what_is_no_mapping_is_refused():
+    with pytest.raises(TypeError, match=r"template_kwargs must be a mapping .* got list"):
+        ChatTokens(DROPS.on(byte_level()), template_kwargs=[SCHEMA])
 
 
 def test_a_template_that_fails_for_them_says_so():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from contextlib import ExitStack, contextmanager
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.waiting import PATIENCE
-from torchrl_mt.engines import TransformersEngine
+from torchrl_mt.engines import CompletionsEngine, TransformersEngine
 
 
 def check(promise, examples: int, **strategies) -> None:
@@ -69,12 +68,9 @@ def idle(engine) -> bool:
     return not (stats["running"] or stats["waiting"] or stats["cache_tokens"])
 
 
-@contextmanager
 def held(engine):
-    """No step is taken meanwhile, or until the function that is given is called."""
-    with ExitStack() as stack:
-        stack.enter_context(engine._generation.paused())
-        yield stack.close
+    """No step is taken meanwhile."""
+    return engine._generation.paused()
 
 
 def changed_copy(model):
@@ -91,6 +87,12 @@ def endless(model, tokenizer, **kwargs):
     engine = TransformersEngine(model, tokenizer, **kwargs)
     engine._stop_ids = frozenset()
     return engine
+
+
+def completions(urls, tokenizer, model="tiny", **kwargs):
+    """An engine of servers, which asks again at once and waits as long as it must."""
+    kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
+    return CompletionsEngine(urls, model, tokenizer, **kwargs)
 
 
 def assert_sampled_by(models, prompt, answer, atol=1e-5) -> None:
@@ -126,3 +128,63 @@ def ask(engine, prompt=(5, 6), **kwargs):
         return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
 
     return asyncio.run(run())
+
+
+def scripts(openings, longest: int):
+    """Actions upon an engine: each has a name, what a prompt shows, and a number."""
+    none, place = st.just([]), st.integers(0, 20)
+    actions = st.one_of(
+        st.tuples(st.just("ask"), openings, st.integers(1, longest)),
+        st.tuples(st.just("update"), none, st.just(0)),
+        st.tuples(st.just("wait"), none, st.integers(1, 8)),
+        st.tuples(st.just("cancel"), none, place),
+        st.tuples(st.just("go on"), openings, place),
+    )
+    return st.lists(actions, min_size=4, max_size=25)
+
+
+def each_version_is_its_own(script, family, **sizes) -> None:
+    """Every log-probability is that of its version's weights alone, whatever happens when.
+
+    Prompts are shared, caches full, requests cancelled, requeued and interrupted by new weights.
+    """
+    versions = family.versions
+    engine = family.endless(share_weights=False, **sizes)
+    asked: list[tuple[list[int], list[int], asyncio.Task]] = []
+
+    def ask(prompt, shown, length):
+        if len(prompt) + length <= engine.max_total_tokens:
+            request = engine.generate(prompt, max_new_tokens=length, **family.given(shown))
+            asked.append((prompt, shown, asyncio.create_task(request)))
+
+    async def run():
+        for name, shown, number in script:
+            if name == "ask":
+                ask(family.message(shown), shown, number)
+            elif name == "update":
+                source = versions[(engine.version + 1) % len(versions)]
+                await asyncio.to_thread(engine.update_weights, source)
+            elif name == "wait":
+                await asyncio.sleep(number * 0.002)
+            elif asked:
+                prompt, before, task = asked[number % len(asked)]
+                if name == "cancel":
+                    task.cancel()
+                elif not task.cancelled():
+                    answer = (await task).token_ids
+                    ask([*prompt, *answer, *family.message(shown)], before + shown, 5)
+        await asyncio.gather(*(task for *_, task in asked), return_exceptions=True)
+        await until(lambda: idle(engine))
+
+    asyncio.run(run())
+    engine.close()
+    for prompt, shown, task in asked:
+        if task.cancelled():
+            continue
+        answer = task.result()
+        stamps = torch.tensor(answer.versions)
+        assert (stamps.diff() >= 0).all()
+        assert stamps.max() <= engine.version
+        under = torch.stack([family.log_probs(m, prompt, shown, answer) for m in versions])
+        expected = under.gather(0, (stamps % len(versions))[None])[0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)

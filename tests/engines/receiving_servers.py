@@ -26,6 +26,17 @@ def received(group: Any, body: Mapping[str, Any], dtypes: str) -> dict[str, torc
     return out
 
 
+def joined(place: Mapping[str, Any], backend: str, group_name: str) -> Any:
+    """The process group that a trainer asks to join."""
+    return join_process_group(
+        f"tcp://{place['master_address']}:{place['master_port']}",
+        rank=place["rank_offset"],
+        world_size=place["world_size"],
+        backend=backend,
+        group_name=group_name,
+    )
+
+
 class ReceivingSGLang(SGLangServer):
     groups: Mapping[str, Any] = {}
     fails = 0
@@ -48,14 +59,8 @@ class ReceivingSGLang(SGLangServer):
     def init_group(self, body: dict[str, Any], query: dict[str, str]) -> Any:
         names = {"master_address", "master_port", "rank_offset", "world_size", "group_name"}
         require(body, names, {"backend"})
-        group = join_process_group(
-            f"tcp://{body['master_address']}:{body['master_port']}",
-            rank=body["rank_offset"],
-            world_size=body["world_size"],
-            backend=body["backend"],
-            group_name=body["group_name"],
-        )
-        self.groups = {**self.groups, body["group_name"]: group}
+        name = body["group_name"]
+        self.groups = {**self.groups, name: joined(body, body["backend"], name)}
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     def update(self, body: dict[str, Any], query: dict[str, str]) -> Any:
@@ -92,13 +97,7 @@ class ReceivingVLLM(VLLMServer):
         require(body, {"init_info"})
         info = body["init_info"]
         require(info, {"master_address", "master_port", "rank_offset", "world_size"})
-        self.group = join_process_group(
-            f"tcp://{info['master_address']}:{info['master_port']}",
-            rank=info["rank_offset"],
-            world_size=info["world_size"],
-            backend="gloo",
-            group_name="vllm",
-        )
+        self.group = joined(info, "gloo", "vllm")
         return {"message": "Weight transfer initialized"}
 
     def start(self, body: dict[str, Any], query: dict[str, str]) -> Any:

@@ -82,15 +82,13 @@ class SamplingServer(FaultyServer):
         self.load_fault: Callable[[], object] = lambda: None
         """Called before weights are loaded; may raise ``Refused``."""
         self.decode: Callable[[list[int]], str] = str
-        self.max_model_len: int | None = None
         self.prompt_log_probs: Callable[[list[int]], list[float]] | None = None
         """Log-probabilities of all tokens of a prompt but the first, if it is asked for them."""
         self.folder = "tiny"
         """Folder of the weights that it started with."""
 
     def models(self) -> list[dict[str, Any]]:
-        own = {"id": "tiny", "root": self.folder, "parent": None}
-        return [{**own, "max_model_len": self.max_model_len}]
+        return [{"id": "tiny", "root": self.folder, "parent": None}]
 
     def look_up(self, path: str) -> tuple[int, Any]:
         if path == "/v1/models":

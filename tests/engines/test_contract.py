@@ -129,6 +129,11 @@ def assert_sampled(kit, prompt, answer, temperature=1.0):
     torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
 
 
+def assert_all_sampled(kit, requests, answers, temperature=1.0):
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert_sampled(kit, prompt, answer, temperature)
+
+
 def test_it_is_an_engine(engine):
     assert isinstance(engine, Engine)
     assert engine.version == 0
@@ -201,9 +206,8 @@ def test_a_temperature_is_sampled_with_and_recorded(kit, per_request):
     engine = kit.make(**({} if per_request else {"temperature": 0.5}))
     requests = prompts(10)
     answers = generate_all(engine, requests, **({"temperature": 0.5} if per_request else {}))
-    for prompt, answer in zip(requests, answers, strict=True):
-        assert_sampled(kit, prompt, answer, kit.own_temperature or 0.5)
-        assert answer.sampling == {"temperature": 0.5}
+    assert_all_sampled(kit, requests, answers, kit.own_temperature or 0.5)
+    assert all(answer.sampling == {"temperature": 0.5} for answer in answers)
 
 
 def test_the_models_own_mode_and_attention_are_left_alone(kit, model):
@@ -274,18 +278,14 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize(("name", "values"), EXTREMES, ids=[name for name, _ in EXTREMES])
-def test_an_extreme_parameter_is_refused_by_name_or_obeyed_and_hurts_no_other(
+async def test_an_extreme_parameter_is_refused_by_name_or_obeyed_and_hurts_no_other(
     kit, engine, name, values
 ):
-    async def run():
-        others = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
-        bad = [engine.generate([5, 6], **{name: value}) for value in values]
-        found = await asyncio.gather(*bad, return_exceptions=True)
-        return await asyncio.gather(*others), found
-
-    others, found = asyncio.run(run())
-    for prompt, answer in zip(prompts(4), others, strict=True):
-        assert_sampled(kit, prompt, answer)
+    others = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
+    bad = [engine.generate([5, 6], **{name: value}) for value in values]
+    found = await asyncio.gather(*bad, return_exceptions=True)
+    others, found = await asyncio.gather(*others), found
+    assert_all_sampled(kit, prompts(4), others)
     for value, outcome in zip(values, found, strict=True):
         if isinstance(outcome, BaseException):
             assert isinstance(outcome, (TypeError, ValueError)), (value, outcome)
@@ -300,17 +300,14 @@ def test_a_bad_size_is_refused_by_name(kit):
         kit.make(max_new_tokens=0)
 
 
-def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
+async def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
     requests = prompts(20)
-
-    async def run():
-        tasks = started(engine, requests)
-        await asyncio.sleep(0)
-        for task in tasks[::3]:
-            task.cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    for i, (prompt, answer) in enumerate(zip(requests, asyncio.run(run()), strict=True)):
+    tasks = started(engine, requests)
+    await asyncio.sleep(0)
+    for task in tasks[::3]:
+        task.cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    for i, (prompt, answer) in enumerate(zip(requests, answers, strict=True)):
         if i % 3 == 0:
             assert isinstance(answer, asyncio.CancelledError)
         else:
@@ -329,8 +326,7 @@ def test_event_loops_of_several_threads_share_an_engine(kit, engine):
     for thread in threads:
         thread.join(PATIENCE)
     for index in range(3):
-        for prompt, answer in zip(requests, answers[index], strict=True):
-            assert_sampled(kit, prompt, answer)
+        assert_all_sampled(kit, requests, answers[index])
 
 
 def test_an_update_is_counted_and_what_is_sampled_next_is_stamped_with_it(kit, engine):

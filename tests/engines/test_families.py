@@ -191,19 +191,15 @@ def play_turns(model: Any, atol: float = 5e-5) -> None:
 
 
 @pytest.mark.parametrize("family", some_fast(["qwen3-moe"], FAMILIES))
-def test_answers_are_exact_before_and_after_an_update(family):
+async def test_answers_are_exact_before_and_after_an_update(family):
     model = build(*FAMILIES[family])
     changed = changed_copy(copy.deepcopy(model))
     engine = TransformersEngine(model, TOKENIZER, seed=3, share_weights=False)
     requests = texts([20, 40, 5, 33], 7)
-
-    async def play():
-        tasks = started(engine, requests, stop_token_ids=(), max_new_tokens=60)
-        await until(lambda: engine.stats()["generated_tokens"] >= 40)
-        await asyncio.to_thread(engine.update_weights, changed)
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(play())
+    tasks = started(engine, requests, stop_token_ids=(), max_new_tokens=60)
+    await until(lambda: engine.stats()["generated_tokens"] >= 40)
+    await asyncio.to_thread(engine.update_weights, changed)
+    answers = await asyncio.gather(*tasks)
     assert {version for answer in answers for version in answer.versions} == {0, 1}
     assert_all_sampled_by([model, changed], requests, answers, 5e-5)
 

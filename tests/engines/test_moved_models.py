@@ -12,13 +12,13 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_mt.engines import PolicyEngine, TransformersEngine
 
 from .helpers import (
+    assert_all_sampled_by,
     assert_sampled_by,
     changed_copy,
     endless,
     generate_all,
     held,
     idle,
-    plain_log_probs,
     prompts,
     sampled,
     until,
@@ -50,24 +50,19 @@ def test_the_engine_follows_a_model_that_is_converted(engine, model, move):
     for weights in (model, changed_copy(model)):
         model.load_state_dict(weights.state_dict())
         engine.update_weights()
-        for prompt, answer in zip(prompts(3), generate_all(engine, prompts(3)), strict=True):
-            expected = plain_log_probs(model, prompt, answer)
-            found = torch.tensor(answer.log_probs)
-            torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+        answers = generate_all(engine, prompts(3))
+        assert_all_sampled_by(model, prompts(3), answers, tolerance)
 
 
-def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
+async def test_requests_that_run_when_the_model_is_converted_go_on(model, tokenizer):
     engine = endless(model, tokenizer, max_new_tokens=64)
-
-    async def run():
-        answers = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
-        await until(lambda: engine.stats()["generated_tokens"] > 20)
-        with held(engine):
-            assert engine.stats()["running"]
-            double(model)
-        return await asyncio.gather(*answers)
-
-    for prompt, answer in zip(prompts(4), asyncio.run(run()), strict=True):
+    answers = [asyncio.ensure_future(engine.generate(prompt)) for prompt in prompts(4)]
+    await until(lambda: engine.stats()["generated_tokens"] > 20)
+    with held(engine):
+        assert engine.stats()["running"]
+        double(model)
+    results = await asyncio.gather(*answers)
+    for prompt, answer in zip(prompts(4), results, strict=True):
         assert len(answer.token_ids) == 64
         assert_sampled_by(model, prompt, answer)
 

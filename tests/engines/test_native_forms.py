@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.engines.helpers import ask
+from tests.engines.helpers import ask, completions
 from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
 from tests.faulty_server import running, silent, status
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.engine import CompletionsError
 
 pytest.importorskip("httpx")
@@ -34,11 +34,7 @@ def server(api, tokenizer):
 
 @pytest.fixture
 def make(api, server, tokenizer):
-    def make(**kwargs):
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        return CompletionsEngine(server.url + "/v1", "tiny", tokenizer, api=api, **kwargs)
-
-    return make
+    return partial(completions, server.url + "/v1", tokenizer, api=api)
 
 
 def test_answers_are_what_the_server_sampled(make, server):
@@ -56,33 +52,12 @@ def test_answers_are_what_the_server_sampled(make, server):
     assert reasons == {"stop", "length"}
 
 
-def test_sampling_parameters_have_the_servers_names(make, server, api):
-    engine = make(logprobs_mode="processed_logprobs", extra_body={"top_p": 0.9, "min_tokens": 0})
-    if api == "openai":
-        engine = make(logprobs_mode="processed_logprobs", extra_body={"top_p": 0.9})
-    answer = ask(engine, seed=4, temperature=0.5, max_new_tokens=3)
-    body = server.seen[-1]
-    params = body if api == "openai" else body["sampling_params"]
-    names = ("max_new_tokens", "sampling_seed") if api == "sglang" else ("max_tokens", "seed")
-    assert [params[name] for name in names] == [3, 4]
-    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.5, 0.9, -1)
-    assert answer.sampling == {"temperature": 0.5, "top_p": 0.9}
-
-
 def test_stop_strings_end_the_answer(make, server, tokenizer):
     word = tokenizer.decode([ask(make()).token_ids[2]])
     answer = ask(make(), stop=[word])
     assert answer.finish_reason == "stop"
     assert (answer.stop_string, answer.stop_token) == (word, None)
     assert word in tokenizer.decode(answer.token_ids)
-
-
-def test_bounds_are_asked_of_the_server(make, server):
-    server.max_model_len = 8
-    engine = make()
-    assert engine.max_total_tokens == 8
-    with pytest.raises(ValueError, match="exceed max_total_tokens=8"):
-        ask(engine, [5] * 8)
 
 
 def test_what_may_pass_is_tried_again(make, server):
@@ -102,23 +77,19 @@ def test_what_may_pass_is_tried_again(make, server):
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
-def test_a_request_that_is_given_up_frees_the_server(make, server, how):
+async def test_a_request_that_is_given_up_frees_the_server(make, server, how):
     held = [True]
     server.before_token = lambda k: wait_until(lambda: not held[0] or server.freed)
     # A server that waits for its next token notices when it comes.
     if not isinstance(server, SGLangServer):
         server.before_token = lambda k: None if k < 5 else wait_until(server.hung_up)
     engine = make(timeout=0.3 if how == "timeout" else PATIENCE, max_retries=0)
-
-    async def run():
-        task = asyncio.create_task(engine.generate([5, 6]))
-        await asyncio.to_thread(wait_until, lambda: server.running)
-        if how == "cancel":
-            task.cancel()
-        with pytest.raises((asyncio.CancelledError, CompletionsError)):
-            await task
-
-    asyncio.run(run())
+    task = asyncio.create_task(engine.generate([5, 6]))
+    await asyncio.to_thread(wait_until, lambda: server.running)
+    if how == "cancel":
+        task.cancel()
+    with pytest.raises((asyncio.CancelledError, CompletionsError)):
+        await task
     wait_until(lambda: server.freed and not server.running)
     held[0] = False
 
@@ -167,20 +138,7 @@ def test_malformed_answers_are_named(tokenizer, form, path, value, error):
     with running(KINDS[form]()) as server:
         post = server.generate
         server.generate = lambda body, query: edit(post(body, query), path, value)
-        engine = CompletionsEngine(server.url, "tiny", tokenizer, api=form, max_new_tokens=5)
+        engine = completions(server.url, tokenizer, api=form, max_new_tokens=5)
         with pytest.raises(CompletionsError, match=error):
             ask(engine)
         assert len(server.prompts) == 1
-
-
-def test_arguments_are_checked(tokenizer):
-    with pytest.raises(ValueError, match=r"api must be.*openai.*got 'tgi'"):
-        CompletionsEngine("http://a", "tiny", tokenizer, api="tgi")
-    with pytest.raises(ValueError, match=r"image_api must be None or api='vllm', got 'sglang'"):
-        CompletionsEngine("http://a", "tiny", tokenizer, api="vllm", image_api="sglang")
-    with pytest.raises(ValueError, match="at least one server, each once"):
-        CompletionsEngine(["http://a", "http://a/v1"], "tiny", tokenizer)
-    with pytest.raises(ValueError, match="at least one server"):
-        CompletionsEngine([], "tiny", tokenizer)
-    with pytest.raises(TypeError, match="must be a string or a list of strings, got 3"):
-        CompletionsEngine(["http://a", 3], "tiny", tokenizer)

@@ -74,6 +74,12 @@ def law_log_probs(
     return torch.stack(found).float()
 
 
+def assert_of_law(model, requests, answers, law, atol=1e-4) -> None:
+    for prompt, answer in zip(requests, answers, strict=True):
+        expected = law_log_probs(model, prompt, answer.token_ids, **law)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=atol, rtol=0)
+
+
 class Fake(LLMWrapperBase):
     """A policy of few lines that samples by its law, one prompt at a time, and reports what it says."""
 
@@ -182,10 +188,8 @@ def test_log_probs_and_record_are_those_of_what_was_sampled_from(
     requests = prompts(30)
     for _ in range(2):
         answers = generate_all(engine, requests, **(law if per_call else {}))
-        for prompt, answer in zip(requests, answers, strict=True):
-            expected = law_log_probs(model, prompt, answer.token_ids, **law)
-            torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
-            assert answer.sampling == law
+        assert_of_law(model, requests, answers, law)
+        assert all(answer.sampling == law for answer in answers)
     said = [record.getMessage() for record in caplog.records if "truncated" in record.getMessage()]
     assert len(said) == (law.keys() != {"temperature"})
 
@@ -205,8 +209,7 @@ def test_requests_of_different_laws_are_answered_by_their_own(model, tokenizer):
             continue
         plain = {"temperature": 1.0, "top_k": 99}  # there are 26 tokens
         assert answer.sampling == {k: v for k, v in law.items() if plain.get(k) != v}
-        expected = law_log_probs(model, prompt, answer.token_ids, **law)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+        assert_of_law(model, [prompt], [answer], law)
 
 
 def test_different_laws_do_not_break_batches_up(model, tokenizer):
@@ -235,9 +238,7 @@ def test_right_numbers_of_a_law_are_handed_on_and_raw_ones_are_refused(model, to
     policy.reported.clear()
     answers = generate_all(engine, prompts(10))
     assert {answer.sampling[name] for answer in answers for name in law} == set(law.values())
-    for prompt, answer in zip(prompts(10), answers, strict=True):
-        expected = law_log_probs(model, prompt, answer.token_ids, **law)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-3, rtol=0)
+    assert_of_law(model, prompts(10), answers, law, atol=1e-3)
     assert sorted(answer.log_probs for answer in answers) == sorted(policy.reported)
 
 
@@ -380,20 +381,16 @@ def test_no_sampled_token_is_lost(model, tokenizer, pad_is_stop):
     assert any(0 in answer.token_ids for answer in answers)
 
 
-def test_requests_share_a_batch_only_where_the_models_positions_allow(model, tokenizer):
+async def test_requests_share_a_batch_only_where_the_models_positions_allow(model, tokenizer):
     """A long prompt with a small limit and a short prompt with a large one do not fit together."""
     engine, policy = fake_engine(model, tokenizer)
     limits = [([5] * 1020, 4), ([6] * 1021, 3), ([7], 1000), ([8], 1000)]
-
-    async def run():
-        tasks = [await begun(engine, policy)]
-        for prompt, limit in limits:
-            tasks += started(engine, [prompt], max_new_tokens=limit)
-            await asyncio.sleep(0)
-        policy.hold.set()
-        return await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+    tasks = [await begun(engine, policy)]
+    for prompt, limit in limits:
+        tasks += started(engine, [prompt], max_new_tokens=limit)
+        await asyncio.sleep(0)
+    policy.hold.set()
+    await asyncio.gather(*tasks)
     batches = [set(map(len, rows)) for rows in policy.calls]
     assert not any({1020, 1} <= lengths or {1021, 1} <= lengths for lengths in batches)
     assert sum(policy.sizes) == 5
@@ -414,66 +411,50 @@ def test_a_policy_that_changes_the_prompt_is_found_out(model, tokenizer):
 # Batches, threads, loops
 
 
-def test_requests_that_wait_are_one_batch(model, tokenizer):
+async def test_requests_that_wait_are_one_batch(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer, max_batch_size=8)
-
-    async def run():
-        first = await begun(engine, policy)
-        others = started(engine, prompts(20))
-        await asyncio.sleep(0)
-        policy.hold.set()
-        await asyncio.gather(first, *others)
-
-    asyncio.run(run())
+    first = await begun(engine, policy)
+    others = started(engine, prompts(20))
+    await asyncio.sleep(0)
+    policy.hold.set()
+    await asyncio.gather(first, *others)
     assert policy.sizes == [1, 8, 8, 4]
 
 
-def test_a_batch_is_waited_for_and_no_longer(model, tokenizer):
+async def test_a_batch_is_waited_for_and_no_longer(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer, max_batch_size=4, max_wait=0.3)
-
-    async def run():
-        tasks = []
-        for prompt in prompts(4):
-            tasks += started(engine, [prompt])
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*tasks)
-        await engine.generate([5])
-
-    asyncio.run(run())
+    tasks = []
+    for prompt in prompts(4):
+        tasks += started(engine, [prompt])
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*tasks)
+    await engine.generate([5])
     assert policy.sizes == [4, 1]
 
 
-def test_a_cancelled_request_is_taken_back(model, tokenizer):
+async def test_a_cancelled_request_is_taken_back(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer)
-
-    async def run():
-        first = await begun(engine, policy)
-        waiting = started(engine, [[6], [7], [8]])
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        first.cancel()  # being answered: the answer is thrown away
-        await asyncio.sleep(0)
-        policy.hold.set()
-        return await asyncio.gather(first, *waiting, return_exceptions=True)
-
-    results = asyncio.run(run())
+    first = await begun(engine, policy)
+    waiting = started(engine, [[6], [7], [8]])
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    first.cancel()  # being answered: the answer is thrown away
+    await asyncio.sleep(0)
+    policy.hold.set()
+    results = await asyncio.gather(first, *waiting, return_exceptions=True)
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [1, 0, 1, 0]
     assert policy.calls == [[[5]], [[6], [8]]]
 
 
-def test_a_failure_is_its_own_batchs_only(model, tokenizer):
+async def test_a_failure_is_its_own_batchs_only(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer, max_batch_size=2)
     sample = policy.sample
     policy.sample = lambda prompt: 1 / 0 if prompt == [7] else sample(prompt)
-
-    async def run():
-        tasks = [await begun(engine, policy)]
-        tasks += started(engine, [[token] for token in (6, 7, 8, 9, 10)])
-        await asyncio.sleep(0)
-        policy.hold.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(run())
+    tasks = [await begun(engine, policy)]
+    tasks += started(engine, [[token] for token in (6, 7, 8, 9, 10)])
+    await asyncio.sleep(0)
+    policy.hold.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [i for i, result in enumerate(results) if isinstance(result, RuntimeError)]
     assert failed == [1, 2]
     for i in failed:
@@ -482,19 +463,16 @@ def test_a_failure_is_its_own_batchs_only(model, tokenizer):
     assert sum(isinstance(result, Completion) for result in results) == 4
 
 
-def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, tokenizer):
+async def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer)
-
-    async def run():
-        tasks = [await begun(engine, policy), *started(engine, [[6]] * 3)]
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.wait(tasks[1:], timeout=PATIENCE)  # these need not wait for the batch
-        policy.hold.set()
-        await closing
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    assert all("closed" in str(result) for result in asyncio.run(run()))
+    tasks = [await begun(engine, policy), *started(engine, [[6]] * 3)]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    await asyncio.wait(tasks[1:], timeout=PATIENCE)  # these need not wait for the batch
+    policy.hold.set()
+    await closing
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all("closed" in str(result) for result in answers)
     assert not engine._batcher._thread.is_alive()
 
 
@@ -587,20 +565,16 @@ def test_no_request_is_lost_at_random(tokenizer):
 # Weights
 
 
-def test_an_update_waits_for_the_batch_and_goes_before_the_next(model, tokenizer):
+async def test_an_update_waits_for_the_batch_and_goes_before_the_next(model, tokenizer):
     engine, policy = fake_engine(model, tokenizer)
     changed, before = changed_copy(model), copy.deepcopy(model)
-
-    async def run():
-        first = await begun(engine, policy)
-        update = asyncio.create_task(asyncio.to_thread(engine.update_weights, changed))
-        second = asyncio.create_task(engine.generate([6]))
-        await asyncio.sleep(0.05)
-        assert engine.version == 0
-        policy.hold.set()
-        return await asyncio.gather(first, second, update)
-
-    first, second, version = asyncio.run(run())
+    first = await begun(engine, policy)
+    update = asyncio.create_task(asyncio.to_thread(engine.update_weights, changed))
+    second = asyncio.create_task(engine.generate([6]))
+    await asyncio.sleep(0.05)
+    assert engine.version == 0
+    policy.hold.set()
+    first, second, version = await asyncio.gather(first, second, update)
     assert (set(first.versions), set(second.versions), version) == ({0}, {1}, 1)
     assert_sampled_by(before, [5], first, atol=1e-4)
     assert_sampled_by(changed, [6], second, atol=1e-4)

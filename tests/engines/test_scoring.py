@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engines.completions_server import CompletionsServer
+from tests.engines.helpers import completions
 from tests.engines.sampling_servers import SGLangServer, VLLMServer
 from tests.faulty_server import running, status
 from tests.objectives.conftest import make_model, make_rows
@@ -40,8 +41,7 @@ def server(request):
 
 
 def make(server, **options):
-    options = {"backoff": 0.01, "timeout": PATIENCE, "api": server.api, **options}
-    return CompletionsEngine(server.url, "tiny", None, **options)
+    return completions(server.url, None, api=server.api, **options)
 
 
 def test_scores_are_the_models_whatever_the_engine_samples_with(server):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engines.helpers import ask
+from tests.engines.helpers import ask, completions
 from tests.engines.sampling_servers import (
     Refused,
     SGLangServer,
@@ -60,10 +60,7 @@ def make(kind, servers, tokenizer, tmp_path):
     def make(pause="abort", **kwargs):
         _, weights, api = KINDS[kind]
         on_update = weights(servers.urls, folder=tmp_path, pause=pause)
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engine = CompletionsEngine(
-            servers.urls, "tiny", tokenizer, api=api, on_update=on_update, **kwargs
-        )
+        engine = completions(servers.urls, tokenizer, api=api, on_update=on_update, **kwargs)
         engine._servers._pause = 0.05
         return engine
 
@@ -84,42 +81,44 @@ def truth(answer) -> list[int]:
     return [version_of(value) for value in answer.log_probs]
 
 
+def assert_answers_of(engine, version, count=4, first=5) -> None:
+    """A version sampled the answers, and they say so."""
+    answers = [ask(engine, [first, k + 6]) for k in range(count)]
+    assert {each for answer in answers for each in answer.versions} == {version}
+    assert {each for answer in answers for each in truth(answer)} == {version}
+
+
 def test_updates_reach_every_server_and_only_the_last_is_kept(make, servers, tmp_path):
     engine = make()
     for version in (1, 2, 3):
         assert engine.update_weights(weights(version)) == engine.version == version
         assert [server.version for server in servers.servers] == [version] * 2
         assert not any(server.is_paused for server in servers.servers)
-        for k in range(4):
-            answer = ask(engine, [5, k + 6])
-            assert set(answer.versions) == set(truth(answer)) == {version}
+        assert_answers_of(engine, version)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("version-3-")
 
 
-def test_a_request_that_an_update_aborts_is_sent_again_with_the_new_version(make, servers):
+async def test_a_request_that_an_update_aborts_is_sent_again_with_the_new_version(make, servers):
     engine = make(max_retries=0)
     for server in servers.servers:
         server.before_token = lambda k, server=server: wait_until(
             lambda: engine.version == 2 or server.is_paused
         )
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(6)]
-        for version in (1, 2):
-            for server in servers.servers:
-                await asyncio.to_thread(until, server, 3)
-            await asyncio.to_thread(engine.update_weights, weights(version))
-        return await asyncio.gather(*asked)
-
-    for answer in asyncio.run(run()):
+    asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(6)]
+    for version in (1, 2):
+        for server in servers.servers:
+            await asyncio.to_thread(until, server, 3)
+        await asyncio.to_thread(engine.update_weights, weights(version))
+    answers = await asyncio.gather(*asked)
+    for answer in answers:
         assert set(answer.versions) == set(truth(answer)) == {2}
 
 
 @pytest.mark.parametrize(
     ("kind", "pause"), [("vllm", "keep"), ("vllm", "wait"), ("sglang", "retract")]
 )
-def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
+async def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
     engine = make(pause=pause)
     servers.kill(1)
     server = servers.servers[0]
@@ -132,16 +131,12 @@ def test_a_request_may_go_on_with_the_new_weights(make, servers, kind, pause):
             wait_until(lambda: pause == "wait" or updated.is_set() or server.is_paused)
 
     server.before_token = before_token
-
-    async def run():
-        asked = asyncio.create_task(engine.generate([5, 6], max_new_tokens=8))
-        await asyncio.to_thread(at_3.wait, PATIENCE)
-        with pytest.raises(WeightUpdateError):  # the other server is dead
-            await asyncio.to_thread(engine.update_weights, weights(1))
-        updated.set()
-        return await asked
-
-    answer = asyncio.run(run())
+    asked = asyncio.create_task(engine.generate([5, 6], max_new_tokens=8))
+    await asyncio.to_thread(at_3.wait, PATIENCE)
+    with pytest.raises(WeightUpdateError):  # the other server is dead
+        await asyncio.to_thread(engine.update_weights, weights(1))
+    updated.set()
+    answer = await asked
     versions = truth(answer)
     if pause == "wait":
         assert set(versions) == {0}
@@ -185,9 +180,7 @@ def test_a_server_that_misses_an_update_takes_no_request_until_it_has_the_weight
     assert pickle.loads(pickle.dumps(caught.value)).failed == caught.value.failed
     assert engine.version == 2
     assert not second.is_paused
-    answers = [ask(engine, [5, k + 6]) for k in range(8)]
-    assert {version for answer in answers for version in truth(answer)} == {2}
-    assert {version for answer in answers for version in answer.versions} == {2}
+    assert_answers_of(engine, 2, 8)
     assert not second.prompts
     # It loads them as soon as it can.
     second.load_fault = lambda: None
@@ -218,8 +211,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monke
         assert engine.version == 1
         wait_until(lambda: not engine._on_update._interrupted(first.url))
         # The first may have the new weights, so it loads those of the version again.
-        answers = [ask(engine, [5, k + 6]) for k in range(8)]
-        assert {version for answer in answers for version in truth(answer)} == {1}
+        assert_answers_of(engine, 1, 8)
         assert not second.prompts
         updating = threading.Thread(target=engine.update_weights, args=[weights(2)])
         updating.start()
@@ -228,8 +220,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monke
         may_go_on.set()
     updating.join()
     assert engine.version == 2
-    answers = [ask(engine, [7, k + 6]) for k in range(8)]
-    assert {version for answer in answers for version in truth(answer)} == {2}
+    assert_answers_of(engine, 2, 8, first=7)
     assert second.prompts
     assert not any(server.is_paused for server in servers.servers)
 
@@ -246,7 +237,7 @@ def test_an_update_that_reaches_no_server_is_not_counted(make, servers):
     for server in servers.servers:
         server.load_fault = lambda: None
     engine.update_weights(weights(1))
-    assert set(truth(ask(engine))) == {1}
+    assert_answers_of(engine, 1, 1)
 
 
 def test_what_cannot_be_saved_touches_no_server(make, servers, tmp_path):
@@ -284,9 +275,7 @@ def test_answers_tell_that_a_server_was_started_again(make, servers):
     engine = make(max_retries=0)
     engine.update_weights(weights(1))
     restart_unseen(servers)
-    for k in range(6):
-        answer = ask(engine, [5, k + 6])
-        assert set(answer.versions) == set(truth(answer)) == {1}
+    assert_answers_of(engine, 1, 6)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -474,10 +463,8 @@ def tuned(request, servers, tokenizer, tmp_path, monkeypatch):
 
     def make(pause="abort", **kwargs):
         on_update = VLLMWeights(servers.urls, lora_name="policy", folder=tmp_path, pause=pause)
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 20, **kwargs}
-        engine = CompletionsEngine(
-            servers.urls, "policy", tokenizer, api=request.param, on_update=on_update, **kwargs
-        )
+        given = {"api": request.param, "on_update": on_update, **kwargs}
+        engine = completions(servers.urls, tokenizer, "policy", **given)
         engine._servers._pause = 0.05
         return engine
 
@@ -513,9 +500,7 @@ def test_an_adapter_is_loaded_once_a_version_and_needs_no_folder_that_is_gone(
     engine = tuned()
     for version in range(1, 5):
         assert engine.update_weights(Tuned(version)) == version
-        for k in range(4):
-            answer = ask(engine, [5, k + 6])
-            assert set(answer.versions) == set(truth(answer)) == {version}
+        assert_answers_of(engine, version)
         assert [list(server.adapters) for server in servers.servers] == [[f"policy@{version}"]] * 2
         assert [server.adapter_loads for server in servers.servers] == [version] * 2
     # The last one too: requests that came during the update may need it.
@@ -523,26 +508,22 @@ def test_an_adapter_is_loaded_once_a_version_and_needs_no_folder_that_is_gone(
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
-def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, tmp_path):
+async def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, tmp_path):
     engine = tuned("keep", max_retries=0)
     engine.update_weights(Tuned(1))
     pushed = threading.Semaphore(0)
     for server in servers.servers:
         server.before_token = lambda k: pushed.acquire(timeout=PATIENCE)
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(4)]
-        for server in servers.servers:
-            await asyncio.to_thread(until, server, 2)
-        most = 0
-        for version in range(2, 20):
-            await asyncio.to_thread(engine.update_weights, Tuned(version))
-            most = max(most, len(list(tmp_path.iterdir())))
-            pushed.release(2)
-        pushed.release(1000)
-        return most, await asyncio.gather(*asked)
-
-    most, answers = asyncio.run(run())
+    asked = [asyncio.create_task(engine.generate([5, 6 + k])) for k in range(4)]
+    for server in servers.servers:
+        await asyncio.to_thread(until, server, 2)
+    most = 0
+    for version in range(2, 20):
+        await asyncio.to_thread(engine.update_weights, Tuned(version))
+        most = max(most, len(list(tmp_path.iterdir())))
+        pushed.release(2)
+    pushed.release(1000)
+    most, answers = most, await asyncio.gather(*asked)
     assert most <= 9
     for answer in answers:
         assert list(answer.versions) == truth(answer)
@@ -556,9 +537,7 @@ def test_an_adapter_that_is_gone_is_loaded_again(tuned, servers):
     engine.update_weights(Tuned(1))
     engine.update_weights(Tuned(2))
     restart_unseen(servers)
-    for k in range(6):
-        answer = ask(engine, [5, k + 6])
-        assert set(answer.versions) == set(truth(answer)) == {2}
+    assert_answers_of(engine, 2, 6)
     assert all(server.prompts for server in servers.servers)
 
 

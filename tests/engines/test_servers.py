@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engines.helpers import completions
 from tests.engines.sampling_servers import VLLMServer, cluster, slowly
 from tests.faulty_server import silent, status
 from tests.tiers import in_fast_tier
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.engines import CompletionsEngine
 from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 
@@ -31,11 +32,7 @@ def three():
 
 @pytest.fixture
 def make(three, tokenizer):
-    def make(**kwargs):
-        kwargs = {"backoff": 0.01, "timeout": PATIENCE, "max_new_tokens": 6, **kwargs}
-        return CompletionsEngine(three.urls, "tiny", tokenizer, api="vllm", **kwargs)
-
-    return make
+    return partial(completions, three.urls, tokenizer, api="vllm", max_new_tokens=6)
 
 
 async def conversation(engine, number, turns, between=lambda turn: None):
@@ -113,23 +110,19 @@ def test_members_of_a_group_share_a_server_until_it_is_busy(make, three):
     assert min(len(server.prompts) for server in three.servers) > 0
 
 
-def test_other_requests_go_to_the_least_busy_server(make, three):
+async def test_other_requests_go_to_the_least_busy_server(make, three):
     engine = make()
     held = [True]
     for server in three.servers:
         server.before_token = lambda k: wait_until(lambda: not held[0])
-
-    async def run():
-        asked = [asyncio.create_task(engine.generate([5 + k])) for k in range(12)]
-        await asyncio.to_thread(
-            wait_until, lambda: sum(server.running for server in three.servers) == 12
-        )
-        assert [server.running for server in three.servers] == [4, 4, 4]
-        assert engine.stats()["running"] == 12
-        held[0] = False
-        await asyncio.gather(*asked)
-
-    asyncio.run(run())
+    asked = [asyncio.create_task(engine.generate([5 + k])) for k in range(12)]
+    await asyncio.to_thread(
+        wait_until, lambda: sum(server.running for server in three.servers) == 12
+    )
+    assert [server.running for server in three.servers] == [4, 4, 4]
+    assert engine.stats()["running"] == 12
+    held[0] = False
+    await asyncio.gather(*asked)
 
 
 # Failures

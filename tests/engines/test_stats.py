@@ -45,36 +45,30 @@ def test_a_group_computes_its_prompt_once(tokenizer, model, budget):
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
 
 
-def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
+async def test_a_group_goes_on_when_its_first_is_cancelled(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=16)
     prompt = prompts(1, length=400)[0]
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate(prompt, max_new_tokens=2)) for _ in range(4)]
-        await until(lambda: engine.stats()["prefill_tokens"] > 50)
-        tasks[0].cancel()
-        return await asyncio.gather(*tasks[1:])
-
-    for answer in asyncio.run(run()):
+    tasks = [asyncio.create_task(engine.generate(prompt, max_new_tokens=2)) for _ in range(4)]
+    await until(lambda: engine.stats()["prefill_tokens"] > 50)
+    tasks[0].cancel()
+    answers = await asyncio.gather(*tasks[1:])
+    for answer in answers:
         assert_sampled_by(model, prompt, answer)
     assert engine.stats()["prefill_tokens"] < 2 * 400
 
 
-def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
+async def test_what_a_cancelled_prompt_computed_is_not_lost(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=16)
     prompt = prompts(1, length=400)[0]
-
-    async def run():
-        task = asyncio.create_task(engine.generate(prompt, max_new_tokens=2))
-        await until(lambda: engine.stats()["prefill_tokens"] > 50)
-        task.cancel()
-        await until(lambda: idle(engine))
-        computed = engine.stats()["prefill_tokens"]
-        answer = await engine.generate(prompt, max_new_tokens=2)
-        assert engine.stats()["prefill_tokens"] == max(400, computed + 1)
-        return answer
-
-    assert_sampled_by(model, prompt, asyncio.run(run()))
+    task = asyncio.create_task(engine.generate(prompt, max_new_tokens=2))
+    await until(lambda: engine.stats()["prefill_tokens"] > 50)
+    task.cancel()
+    await until(lambda: idle(engine))
+    computed = engine.stats()["prefill_tokens"]
+    answer = await engine.generate(prompt, max_new_tokens=2)
+    assert engine.stats()["prefill_tokens"] == max(400, computed + 1)
+    found = answer
+    assert_sampled_by(model, prompt, found)
 
 
 @few_or_many(3, 15)
@@ -219,7 +213,7 @@ def test_no_pass_and_no_cache_is_larger_than_it_may_be(
     sampled(engine, model, requests, max_new_tokens=30)
 
 
-def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
+async def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
     engine = endless(model, tokenizer, cache_tokens=128, max_new_tokens=80)
     order = []
 
@@ -227,22 +221,18 @@ def test_of_a_full_cache_who_came_last_leaves_first(tokenizer, model):
         await engine.generate(prompt)
         order.append(number)
 
-    async def run():
-        with held(engine) as let_go:
-            tasks = [
-                asyncio.create_task(ask(number, prompt))
-                for number, prompt in enumerate(prompts(3, length=20))
-            ]
-            await until(lambda: engine.stats()["waiting"] == 3)
-            let_go()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+    with held(engine):
+        tasks = [
+            asyncio.create_task(ask(number, prompt))
+            for number, prompt in enumerate(prompts(3, length=20))
+        ]
+        await until(lambda: engine.stats()["waiting"] == 3)
+    await asyncio.gather(*tasks)
     assert order == [0, 1, 2]
     assert engine.stats()["prefill_tokens"] > 60  # Some left, and were computed again.
 
 
-def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, model):
+async def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, model):
     engine = endless(model, tokenizer, max_batch_tokens=64)
     long, answered = asyncio.Event(), []
 
@@ -260,13 +250,11 @@ def test_a_long_prompt_is_not_held_up_by_short_ones_that_keep_coming(tokenizer, 
             await engine.generate(prompt, max_new_tokens=1)
             answered.append(number)
 
-    async def run():
-        task = asyncio.create_task(ask())
-        await until(lambda: engine.stats()["running"] == 1)
-        await asyncio.gather(*(chatter(number) for number in range(64)))
-        return await task
-
-    assert_sampled_by(model, prompts(1, length=900)[0], asyncio.run(run()))
+    task = asyncio.create_task(ask())
+    await until(lambda: engine.stats()["running"] == 1)
+    await asyncio.gather(*(chatter(number) for number in range(64)))
+    found = await task
+    assert_sampled_by(model, prompts(1, length=900)[0], found)
     # It needs 29 steps, of half the budget each; a step answers one short prompt or two.
     assert len(answered) < 1000
 

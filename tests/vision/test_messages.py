@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import random
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -25,6 +24,7 @@ FORMS = [
     {"type": "image_url", "image_url": {"url": URI, "detail": "low"}},
     {"type": "image_url", "image_url": URI},
     {"type": "input_image", "image_url": URI},
+    {"type": "image", "image": {"bytes": PICTURE.data, "path": None}},  # a row of Hugging Face's
 ]
 
 
@@ -77,6 +77,11 @@ def test_messages_without_images_are_left_alone():
         ({"type": "image", "image": 3}, TypeError, "got int"),
         ({"type": "image_url", "image_url": "https://a.b"}, ValueError, "download it first"),
         ({"type": "image", "image": "nowhere"}, ValueError, "nowhere"),
+        (
+            {"type": "image", "image": PICTURE, "max_pixels": 64},
+            ValueError,
+            "max_pixels.*processor",
+        ),
     ],
 )
 def test_errors_name_the_message_and_the_part(part, kind, error):
@@ -90,16 +95,3 @@ def test_pictures_of_pillow_keep_their_pixels():
     part = {"type": "image", "image": image}
     (stored,) = images_of(with_stored_images([{"role": "user", "content": [part]}]))
     assert (stored.height, stored.width) == (5, 9)
-
-
-def test_rows_of_hugging_face_give_their_images():
-    data = StoredImage.of(np.zeros((8, 8, 3), np.uint8)).file()[1]
-    part = {"type": "image", "image": {"bytes": data, "path": None}}
-    (found,) = images_of(with_stored_images([{"role": "user", "content": [part]}]))
-    assert found.array().shape == (8, 8, 3)
-
-
-def test_settings_of_a_part_are_refused():
-    part = {"type": "image", "image": np.zeros((8, 8, 3), np.uint8), "max_pixels": 64}
-    with pytest.raises(ValueError, match=r"max_pixels.*processor"):
-        with_stored_images([{"role": "user", "content": [part]}])

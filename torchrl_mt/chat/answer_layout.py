@@ -14,13 +14,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.assistant_messages import (
-    THOUGHT_FIELDS,
     name_tool_results,
     trial_call,
     with_call_ids,
 )
-from torchrl_mt.chat.replies import ParsedReply
 from torchrl_mt.chat.replies.families import turn_ends
+from torchrl_mt.chat.replies.reply import THOUGHT_FIELDS, ParsedReply
 from torchrl_mt.chat.special_tokens import SpecialTokenNames
 from torchrl_mt.chat.template import USER, ChatTemplate, common_length
 from torchrl_mt.chat.text_marks import BLOCK_BEGIN, BLOCK_END

@@ -9,12 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrl_mt.chat.replies import ParsedReply
+from torchrl_mt.chat.replies.reply import THOUGHT_FIELDS, ParsedReply
 
 __all__ = [
     "ARGUMENT",
     "THOUGHT",
-    "THOUGHT_FIELDS",
     "AssistantMessages",
     "name_tool_results",
     "trial_call",
@@ -23,9 +22,6 @@ __all__ = [
 
 THOUGHT, TOOL, ARGUMENT = "THOUGHT", "look", "ARGUMENT"
 """Thoughts, a tool and its argument, for testing templates."""
-
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which templates and data sets have thoughts."""
 
 
 def trial_call(k: int = 0, family: str = "") -> dict[str, Any]:

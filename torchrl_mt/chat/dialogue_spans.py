@@ -150,12 +150,12 @@ class DialogueRenderer:
                 )
                 for i, each in enumerate(form)
             ]
-            try:
-                return _Dialogue(self._tokenizer, layout, split, tools)
-            except Exception as refusal:
-                error = refusal
+            found = self._tried(layout, split, tools)
+            if isinstance(found, _Dialogue):
+                return found
+            error = found
         taken = len(split)
-        while taken > 0 and not _renders(self._tokenizer, layout.source, split[:taken], tools):
+        while taken > 0 and isinstance(self._tried(layout, split[:taken], tools), Exception):
             taken -= 1
         number = min(taken, len(split) - 1)
         raise RefusedDialogueError(
@@ -163,6 +163,15 @@ class DialogueRenderer:
             f"{split[number].get('role')!r}): {type(error).__name__}: {error}. Give messages in the "
             "roles and the order that it takes."
         ) from error
+
+    def _tried(
+        self, layout: AnswerLayout, messages: list[dict[str, Any]], tools: Any
+    ) -> _Dialogue | Exception:
+        """A dialogue, or the error by which the template refuses it."""
+        try:
+            return _Dialogue(self._tokenizer, layout, messages, tools)
+        except Exception as refusal:
+            return refusal
 
     def _layout(self, tools: Any) -> AnswerLayout:
         """The layout of the template, which may depend on whether there are tools."""
@@ -314,16 +323,6 @@ class _Dialogue:
                 add_generation_prompt=add_generation_prompt,
             )
         )
-
-
-def _renders(
-    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Any], tools: Any
-) -> bool:
-    try:
-        tokenizer.apply_chat_template(messages, chat_template=source, tools=tools, tokenize=False)
-    except Exception:
-        return False
-    return True
 
 
 def _has_break(value: Any) -> bool:

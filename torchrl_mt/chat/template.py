@@ -298,22 +298,21 @@ class ChatTemplate:
             call = trial_call(k, self.parser.family)
             said = self.answers.write(ParsedReply("", None, [call]))
             turns.append([said, *name_tool_results({"tool_calls": [call]}, [TOOL_RESULT])])
-        tails = set()
-        for before in ([], turns[0]):
-            text = self.renders([*self.question, *before, *turns[1]], add_generation_prompt=True)
-            tails.add(None if text is None else text.rpartition(f"{ARGUMENT}1")[2])
+        befores: list[Messages] = [self.question, [*self.question, *turns[0]]]
+        tails = self._tails(befores, turns[1], f"{ARGUMENT}1")
         return len(tails) == 1 and None not in tails
 
     def _find_whether_images_are_local(self) -> bool:
         """Whether the rendering of an image does not depend on those before it."""
         *before, asked = self.question
         shown = {**asked, "content": [{"type": "image"}, {"type": "text", "text": "LOOK"}]}
-        answer = self._context[-1]
-        tails = set()
-        for dialogue in ([*before, asked], [*before, shown]):
-            text = self.renders([*dialogue, answer, shown], add_generation_prompt=True)
-            tails.add(None if text is None else text.rpartition(self._marker)[2])
-        return len(tails) == 1
+        befores = [[*before, asked], [*before, shown]]
+        return len(self._tails(befores, [self._context[-1], shown], self._marker)) == 1
+
+    def _tails(self, befores: Sequence[Messages], turn: Messages, mark: str) -> set[str | None]:
+        """What is written behind a mark in a turn after each of some dialogues; ``None`` if refused."""
+        texts = [self.renders([*each, *turn], add_generation_prompt=True) for each in befores]
+        return {text and text.rpartition(mark)[2] for text in texts}
 
     def _refusal(
         self, context: list[Mapping[str, Any]], messages: list[Mapping[str, Any]], error: Exception

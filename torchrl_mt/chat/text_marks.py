@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.chat.assistant_messages import THOUGHT_FIELDS
+from torchrl_mt.chat.replies.reply import THOUGHT_FIELDS
 
 __all__ = ["BLOCK_BEGIN", "BLOCK_END", "OPENING", "TextMarks", "with_marks"]
 

@@ -22,7 +22,8 @@ from torchrl_mt.chat.replies.families import turn_ends
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.chat.template import ChatTemplate, RefusedDialogueError, common_length
 from torchrl_mt.chat.training_templates import training_template
-from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.checks import check_choice
+from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.messages import (
     for_template,
     images_of,
@@ -30,6 +31,7 @@ from torchrl_mt.vision.messages import (
     refuse_videos,
     with_stored_images,
 )
+from torchrl_mt.vision.processor import with_processor
 
 __all__ = ["Answer", "ChatTokens", "OnBreak", "Template", "refuse_images"]
 
@@ -117,10 +119,8 @@ class ChatTokens:
         parse: ParseReply | None = None,
         processor: Any = None,
     ) -> None:
-        self._vision = vision = None if processor is None else VisionProcessor.of(processor)
-        if vision is not None:
-            tokenizer = vision.tokenizer if tokenizer is None else tokenizer
-            vision.check_tokenizer(tokenizer)
+        tokenizer, vision = with_processor(tokenizer, processor)
+        self._vision = vision
         has_template = vision is not None and vision.chat_template is not None
         if tokenizer is None or (tokenizer.chat_template is None and not has_template):
             raise ValueError(
@@ -132,10 +132,8 @@ class ChatTokens:
                 f"tokenizer ({type(tokenizer).__name__}) must have an end-of-turn token, got "
                 "eos_token=None: set tokenizer.eos_token."
             )
-        if on_break not in get_args(OnBreak):
-            raise ValueError(f"on_break must be one of {get_args(OnBreak)}, got {on_break!r}.")
-        if template not in get_args(Template):
-            raise ValueError(f"template must be one of {get_args(Template)}, got {template!r}.")
+        check_choice("on_break", on_break, get_args(OnBreak))
+        check_choice("template", template, get_args(Template))
         self._tokenizer = tokenizer
         self.on_break = on_break
         self._has_warned = False
@@ -223,8 +221,7 @@ class ChatTokens:
             TypeError: if a message holds anything but plain data and images.
         """
         messages, images = self._separated(messages)
-        ids = self._without_sampled(self._tokens(messages, opens=False), last_token)
-        return self._expanded(ids, images)
+        return self._after_answer(self._tokens(messages, opens=False), images, last_token)
 
     def next_prompt(
         self,
@@ -291,17 +288,19 @@ class ChatTokens:
                 # The rendering of a tool's result may depend on the call.
                 behind = self._template.behind_calls(messages, text, new_messages, stop=stop)
                 if behind is not None:
-                    return True, self._after_answer(behind, images, last_token)
+                    return True, self._after_answer(
+                        self._encoder.middle(behind), images, last_token
+                    )
             # The fixed context may not allow these messages: a tool's result without its call.
             with suppress(RefusedDialogueError):
-                ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
-                return True, self._expanded(ids, images)
+                ids = self._tokens(new_messages, opens=False)
+                return True, self._after_answer(ids, images, last_token)
         whole, behind = self._template.follow(messages, text, new_messages, stop=stop)
         if behind is not None:
-            return True, self._after_answer(behind, images, last_token)
+            return True, self._after_answer(self._encoder.middle(behind), images, last_token)
         if self.on_break == "append":
-            ids = self._without_sampled(self._tokens(new_messages, opens=False), last_token)
-            return True, self._expanded(ids, images)
+            ids = self._tokens(new_messages, opens=False)
+            return True, self._after_answer(ids, images, last_token)
         self._warn("such a dialogue is rendered again and goes on in a row of its own")
         return False, self._expanded(self._encoder.beginning(whole), [*shown, *images])
 
@@ -369,11 +368,10 @@ class ChatTokens:
         return ids if self._vision is None else self._vision.expanded(ids, images)
 
     def _after_answer(
-        self, text: str, images: Sequence[StoredImage], last_token: int | None
+        self, ids: list[int], images: Sequence[StoredImage], last_token: int | None
     ) -> list[int]:
-        """Tokens of the text after an answer that ends with ``last_token``."""
-        ids = self._without_sampled(self._encoder.middle(text), last_token)
-        return self._expanded(ids, images)
+        """Those of the tokens after an answer that it has not ended with: ``last_token``."""
+        return self._expanded(self._without_sampled(ids, last_token), images)
 
     def _tokens(self, messages: Sequence[Mapping[str, Any]], *, opens: bool) -> list[int]:
         """Tokens of messages; cached if all values are strings and short."""

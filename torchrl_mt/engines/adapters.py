@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ from torchrl_mt._hosts import peft
 from torchrl_mt.ranks import is_sharded
 from torchrl_mt.scoring.forward import unwrapped
 
-__all__ = ["adapter_weights", "merged_weights", "peft_model", "save_adapter"]
+__all__ = [
+    "adapter_weights",
+    "merged_weights",
+    "peft_model",
+    "save_adapter",
+    "whole_folder",
+    "write_adapter",
+]
 
 
 def peft_model(model: object) -> Any | None:
@@ -95,16 +104,28 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     folder, given = Path(folder), _given(model)
     if folder.exists():
         raise FileExistsError(f"folder {str(folder)!r} exists: give a new one for each version.")
+    with whole_folder(folder) as partial:
+        peft.save_adapter_files(given, partial)
+    return folder
+
+
+def write_adapter(model: nn.Module, folder: Path) -> None:
+    """Write what :func:`save_adapter` saves into a folder."""
+    peft.save_adapter_files(_given(model), folder)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that gets its name when it is whole."""
     # Beside the place, so that renaming it is atomic.
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        peft.save_adapter_files(given, partial)
+        yield partial
         partial.rename(folder)
-    except BaseException:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return folder
 
 
 def _given(model: nn.Module) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-__all__ = ["EngineThread", "closed_error", "settle"]
+__all__ = ["EngineThread", "closed_error", "failed_error", "settle"]
 
 
 class _Pending(Protocol):
@@ -108,6 +108,13 @@ def settle(outcomes: Iterable[tuple[_Pending, object]]) -> None:
 def closed_error() -> RuntimeError:
     """The error of a request to a closed engine."""
     return RuntimeError("the engine is closed: make a new one.")
+
+
+def failed_error(cause: BaseException) -> RuntimeError:
+    """The error of one request that failed, or whose step or batch did."""
+    error = RuntimeError(f"generation failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _resolve(settled: Iterable[tuple[asyncio.Future, object]]) -> None:

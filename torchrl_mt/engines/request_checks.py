@@ -1,13 +1,16 @@
-"""Checks that all engines make of their sizes and of requests."""
+"""Checks that all engines make of their sizes, of requests, and of the images of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torchrl_mt.checks import check_positive, check_token_ids
 from torchrl_mt.engines.sampling import checked_number
+from torchrl_mt.vision import StoredImage, VisionProcessor
+from torchrl_mt.vision.model import VisionModel, check_no_video
 
-__all__ = ["checked_request", "require_positive"]
+__all__ = ["checked_images", "checked_request", "image_spans", "require_positive"]
 
 
 def require_positive(**numbers: float | None) -> None:
@@ -71,3 +74,53 @@ def checked_request(
             f"prompt_ids of {len(prompt)} tokens and max_new_tokens={limit} exceed {bound}."
         )
     return prompt, limit
+
+
+def checked_images(
+    prompt: Sequence[int], images: Any, facts: VisionModel | VisionProcessor | None, refusal: str
+) -> list[StoredImage]:
+    """Read the images of a prompt.
+
+    Args:
+        prompt: its tokens.
+        images: all of its images, in order, in any form that
+            :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes; ``None`` is none.
+        facts: facts on the model or the processor; ``None`` if the model takes no images.
+        refusal: why the engine takes no images; empty if it does.
+
+    Raises:
+        TypeError: if ``images`` are no list, one is no image, or they are refused.
+        ValueError: if an image cannot be read, a prompt that shows images comes without any, or it has
+            tokens that stand for videos, which nobody fills in.
+    """
+    images = () if images is None else images
+    if not isinstance(images, (list, tuple)):
+        raise TypeError(f"images must be a list of a prompt's images, got {type(images).__name__}.")
+    if images and refusal:
+        raise TypeError(refusal)
+    stored = []
+    for k, image in enumerate(images):
+        try:
+            stored.append(StoredImage.of(image))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"images[{k}]: {error}") from error
+    if facts is None:
+        return stored
+    check_no_video(facts, "prompt_ids", prompt)
+    token = facts.image_token_id
+    if not stored and token in prompt:
+        raise ValueError(
+            f"images must hold the images that prompt_ids show, got none for {prompt.count(token)} "
+            f"image tokens (id {token})."
+        )
+    return stored
+
+
+def image_spans(
+    vision: VisionProcessor, prompt: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Find the tokens of a prompt's images, as :meth:`VisionProcessor.spans` does."""
+    try:
+        return vision.spans(prompt, sizes)
+    except ValueError as error:
+        raise ValueError(f"prompt_ids do not fit images: {error}") from None

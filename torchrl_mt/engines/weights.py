@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_mt._hosts.peft import base_of, has_adapter_layers
 from torchrl_mt.engines.adapters import merged_weights, peft_model
 from torchrl_mt.ranks import is_dtensor, is_sharded
+from torchrl_mt.scoring.forward import unwrapped
+from torchrl_mt.threads import run_all
 
-__all__ = ["check_gathered", "check_whole", "copy_weights", "fitting_weights", "hand_on"]
+__all__ = [
+    "check_whole",
+    "copy_weights",
+    "fitting_weights",
+    "hand_on",
+    "own_tensors",
+    "plain_source",
+]
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
@@ -46,27 +52,13 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
         >>> sorted(fitting_weights(model.state_dict(), model))
         ['bias', 'weight']
     """
-    if isinstance(source, DistributedDataParallel):
-        source = source.module
-    check_gathered(source)
+    source = plain_source(source)
     own = model.state_dict()
     adapted = peft_model(source)
-    if isinstance(source, LLMWrapperBase):
-        source = source.model
-    if adapted is not None:
-        weights = _weights_of_adapted(adapted, model)
-    elif isinstance(source, nn.Module):
-        weights = dict(source.state_dict())
-    elif isinstance(source, TensorDictBase):
-        computed = dict(model.named_buffers()).keys() - own.keys()
-        weights = dict(source.flatten_keys(".").exclude(*computed).items())
-    elif isinstance(source, Mapping):
-        weights = dict(source)
-    else:
-        raise TypeError(
-            "source must be a model, a state dict or a TensorDict of parameters, got "
-            f"{type(source).__name__}."
-        )
+    weights = own_tensors(source) if adapted is None else _weights_of_adapted(adapted, model)
+    if isinstance(source, TensorDictBase):
+        for computed in dict(model.named_buffers()).keys() - own.keys():
+            weights.pop(computed, None)
     # A tied weight has two names, but ``parameters()`` lists one of them.
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = sorted(
@@ -87,6 +79,42 @@ def fitting_weights(source: Weights, model: nn.Module) -> dict[str, torch.Tensor
             )
     _check_tied(weights, own)
     return weights
+
+
+def plain_source(source: Any) -> Any:
+    """Take a model out of its wrappers, TorchRL's and those of ranks; other sources stay as they are.
+
+    Raises:
+        ValueError: if the weights are divided among ranks.
+    """
+    _check_gathered(source)
+    if not isinstance(source, nn.Module):
+        return source
+    model = unwrapped(source)
+    return plain_source(model.model) if isinstance(model, LLMWrapperBase) else model
+
+
+def own_tensors(source: Any, *, or_folder: bool = False) -> dict[str, torch.Tensor]:
+    """Get the tensors of a model, a state dict or a TensorDict by their names.
+
+    Args:
+        source: one of these, without wrappers.
+        or_folder: whether the caller takes a folder too, for the error.
+
+    Raises:
+        TypeError: if ``source`` is none of these.
+    """
+    if isinstance(source, nn.Module):
+        return dict(source.state_dict())
+    if isinstance(source, TensorDictBase):
+        return dict(source.flatten_keys(".").items())
+    if isinstance(source, Mapping):
+        return dict(source)
+    kinds = "a model, a state dict or a TensorDict of parameters"
+    raise TypeError(
+        f"source must be {kinds}{', or a folder of safetensors' * or_folder}, got "
+        f"{type(source).__name__}."
+    )
 
 
 def _weights_of_adapted(source: Any, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -130,7 +158,7 @@ def _adapter_advice(given: Iterable[str]) -> str:
     return ""
 
 
-def check_gathered(source: Weights) -> None:
+def _check_gathered(source: Weights) -> None:
     """Refuse weights of which each rank has a part (``ValueError``)."""
     if isinstance(source, nn.Module):
         divided = is_sharded(source)
@@ -185,11 +213,4 @@ def hand_on(on_update: Callable[[Any], Any], source: Any) -> None:
     """Call ``on_update(source)`` and wait for it; it may be a coroutine function."""
     result = on_update(source)
     if inspect.isawaitable(result):
-        # In its own thread and loop: the caller may be inside a running loop.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, _awaited(result)).result()
-
-
-async def _awaited(result: Any) -> None:
-    """Await ``result``; ``asyncio.run`` takes coroutines only."""
-    await result
+        run_all([result])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import Sequence
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +24,7 @@ from torchrl_mt.checks import import_extra
 if TYPE_CHECKING:
     from PIL import Image as PIL
 
-__all__ = ["StoredImage", "is_image", "kept_image", "read_images"]
+__all__ = ["StoredImage", "is_image", "kept_image"]
 
 _RAW = "raw"
 
@@ -192,17 +191,6 @@ def is_image(value: Any) -> bool:
     """
     pil = sys.modules.get("PIL.Image")
     return isinstance(value, StoredImage) or (pil is not None and isinstance(value, pil.Image))
-
-
-def read_images(images: Sequence[Any]) -> list[StoredImage]:
-    """Read the images of a prompt; errors name the image."""
-    stored = []
-    for k, image in enumerate(images):
-        try:
-            stored.append(StoredImage.of(image))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"images[{k}]: {error}") from error
-    return stored
 
 
 def _too_large(height: int, width: int, most: int | None) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from torchrl_mt.vision.positions import grid_positions
+from torchrl_mt.vision.processor import VisionProcessor
 
 __all__ = ["VisionModel", "check_no_video"]
 
@@ -53,16 +54,9 @@ class VisionModel:
         return grid_positions(is_image, grids, self.merge_size)
 
 
-class _Facts(Protocol):
-    """A :class:`VisionModel` or a :class:`~torchrl_mt.vision.VisionProcessor`."""
-
-    @property
-    def image_token_id(self) -> int: ...
-    @property
-    def barred(self) -> tuple[int, ...]: ...
-
-
-def check_no_video(facts: _Facts, name: str, token_ids: Iterable[int]) -> None:
+def check_no_video(
+    facts: VisionModel | VisionProcessor, name: str, token_ids: Iterable[int]
+) -> None:
     """Refuse tokens that stand for videos, which nobody fills in.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_mt.vision.images import StoredImage
 from torchrl_mt.vision.positions import grid_positions
 
-__all__ = ["FAMILIES", "ImageInputs", "VisionProcessor"]
+__all__ = ["FAMILIES", "ImageInputs", "VisionProcessor", "with_processor"]
 
 FAMILIES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "LlavaProcessor")
 """Classes of processors whose models are supported."""
@@ -281,6 +281,31 @@ class VisionProcessor:
                 f"tokens {sorted(set(ids))}."
             )
         return ImageInputs(ids, made["pixel_values"], None if grid is None else tuple(grid))
+
+
+def with_processor(tokenizer: Any, processor: Any) -> tuple[Any, VisionProcessor | None]:
+    """Pair a tokenizer with its processor.
+
+    Args:
+        tokenizer: the tokenizer, or its processor; the processor's if ``None``.
+        processor: the processor, if there is one and it is not ``tokenizer``.
+
+    Returns:
+        The tokenizer, and the processor if there is one.
+
+    Raises:
+        TypeError: if the processor is of no supported family.
+        ValueError: if it is another tokenizer's.
+    """
+    # Of the two, only a processor has a tokenizer. Its class would import Pillow.
+    if hasattr(tokenizer, "tokenizer"):
+        tokenizer, processor = None, tokenizer if processor is None else processor
+    if processor is None:
+        return tokenizer, None
+    vision = VisionProcessor.of(processor)
+    tokenizer = vision.tokenizer if tokenizer is None else tokenizer
+    vision.check_tokenizer(tokenizer)
+    return tokenizer, vision
 
 
 @lru_cache(_PROCESSORS)

@@ -110,8 +110,7 @@ class RowImages:
         found = _tables(rows)
         if found is None or found.grids is None:
             return None
-        spans = zip(found.first.tolist(), rows[COUNT].tolist(), strict=True)
-        chosen = [i for begin, size in spans for i in range(begin, begin + size)]
+        chosen = _places(found.first, rows[COUNT])
         return found.grids[chosen] if chosen else None
 
     def __reduce__(self) -> Any:
@@ -135,9 +134,7 @@ class RowImages:
         Returns:
             ``pixel_values``, and ``image_grid_thw`` for models with grids.
         """
-        first, count = self.first[rows].tolist(), self.count[rows].tolist()
-        spans = [range(begin, begin + size) for begin, size in zip(first, count, strict=True)]
-        chosen = [i for span in spans for i in span]
+        chosen = _places(self.first[rows], self.count[rows])
         if not chosen:
             return {}
         pixels, grids = _images_at(self.pixel_values, self.grids, chosen)
@@ -216,6 +213,12 @@ def _tables(rows: TensorDictBase) -> _Tables | None:
         None if keys is None else tuple(key for row in own.values() for key in keys[row]),
         first + shift,
     )
+
+
+def _places(first: Tensor, count: Tensor) -> list[int]:
+    """List the places of rows' images in the table, in order."""
+    spans = zip(first.tolist(), count.tolist(), strict=True)
+    return [i for begin, size in spans for i in range(begin, begin + size)]
 
 
 def _chosen(first: Tensor, count: Tensor) -> tuple[list[int], Tensor]:

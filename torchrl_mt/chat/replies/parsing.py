@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.chat.replies.families import TURN_ENDS, family_of
-from torchrl_mt.chat.replies.reply import MalformedError, ParsedReply
+from torchrl_mt.chat.replies.reply import THOUGHT_FIELDS, MalformedError, ParsedReply
 from torchrl_mt.chat.replies.tool_calls import ToolTypes, as_calls
 from torchrl_mt.chat.special_tokens import special_tokens
 from torchrl_mt.strict_json import check_json
@@ -22,9 +22,6 @@ __all__ = ["ParseReply", "ReplyParser", "parse_tool_calls"]
 
 ParseReply: TypeAlias = Callable[[str], ParsedReply]
 """A parser of a reply's text, special tokens included, without the stop token."""
-
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of thoughts in response templates."""
 
 
 def parse_tool_calls(
@@ -148,7 +145,7 @@ class ReplyParser:
         if not isinstance(found, Mapping):
             raise MalformedError(f"no message: {type(found).__name__}")
         content = found.get("content") or ""
-        thoughts = next((found[name] for name in _THOUGHTS if name in found), None)
+        thoughts = next((found[name] for name in THOUGHT_FIELDS if name in found), None)
         calls = as_calls(list(found.get("tool_calls") or []))
         if not isinstance(content, str) or not isinstance(thoughts, str | None):
             raise MalformedError("content and thoughts must be text")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MalformedError", "ParsedReply"]
+__all__ = ["THOUGHT_FIELDS", "MalformedError", "ParsedReply"]
+
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates, tokenizers and data sets have thoughts."""
 
 
 class MalformedError(ValueError):

@@ -113,7 +113,7 @@ class EpisodeWorker:
             )
             for traj_id, (episode, _) in self._running.items()
         }
-        return Report(episodes, {} if self._updates is None else self._updates.lacking())
+        return Report(episodes, {} if self._updates is None else self._updates.servers.lacking())
 
     async def update(
         self, version: int, *, shared: PackedWeights | PickledWeights | None = None
@@ -154,7 +154,7 @@ class EpisodeWorker:
     async def refuse_server(self, url: str, reason: str) -> None:
         """Take why a server cannot load weights."""
         if self._updates is not None:
-            self._updates.refuse(url, reason)
+            self._updates.servers.refuse(url, reason)
 
     async def count_from(self, version: int) -> Report:
         """Count versions from ``version``."""

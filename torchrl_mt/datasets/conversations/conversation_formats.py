@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchrl_mt.chat.assistant_messages import THOUGHT_FIELDS
+from torchrl_mt.chat.replies.reply import THOUGHT_FIELDS
 from torchrl_mt.datasets._encoding.values import from_json_text
 
 __all__ = ["Completion", "Conversation", "read_conversation"]

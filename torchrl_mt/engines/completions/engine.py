@@ -20,23 +20,10 @@ from torch import Tensor
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.completions.api import OWN_FIELDS, Answer, parse_answer
-from torchrl_mt.engines.completions.images import (
-    ImageApi,
-    ImageRequests,
-    Request,
-    barring,
-    stored_images,
-)
+from torchrl_mt.engines.completions.images import ImageApi, ImageRequests
 from torchrl_mt.engines.completions.log_probs_mode import LogProbsMode
 from torchrl_mt.engines.completions.model_limit import ModelLimit
-from torchrl_mt.engines.completions.native import (
-    PATHS,
-    Api,
-    from_sglang,
-    from_vllm,
-    to_sglang,
-    to_vllm,
-)
+from torchrl_mt.engines.completions.native import PATHS, Api, Request, make_request
 from torchrl_mt.engines.completions.reported_versions import (
     VersionSource,
     name_of,
@@ -46,7 +33,7 @@ from torchrl_mt.engines.completions.servers import Server, Servers, server_origi
 from torchrl_mt.engines.completions.updates_elsewhere import UpdatesElsewhere
 from torchrl_mt.engines.engine import FACTORY_INSTEAD, Completion
 from torchrl_mt.engines.engine_thread import closed_error
-from torchrl_mt.engines.request_checks import checked_request, require_positive
+from torchrl_mt.engines.request_checks import checked_images, checked_request, require_positive
 from torchrl_mt.engines.sampling_params import sampling_record
 from torchrl_mt.engines.server_weights import ServerWeights
 from torchrl_mt.engines.stop_strings import checked_stop, find_stop, watch
@@ -54,7 +41,7 @@ from torchrl_mt.engines.weights import hand_on
 from torchrl_mt.http_client import AttemptError, HttpClient, HttpError, Target, TryAgainError
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import wait_all
-from torchrl_mt.vision import VisionProcessor
+from torchrl_mt.vision.processor import with_processor
 
 __all__ = ["CompletionsEngine", "CompletionsError"]
 
@@ -62,6 +49,12 @@ _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Neutral values, sent because vLLM would otherwise use the model's generation config."""
 _WITH_TOKENS = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
 """Has servers answer with token ids and their log-probabilities."""
+_BARRED = -100.0
+"""Added to the logits of tokens that must not be sampled: the least that servers take."""
+_NO_IMAGES = (
+    "images cannot be sent to /v1/completions with token ids: make the engine with processor= and "
+    "image_api='vllm' or 'sglang', for a server that takes them."
+)
 _MOST_STOPS = 4
 """Stop strings that ``/v1/completions`` takes, as OpenAI says and vLLM 0.32 checks."""
 
@@ -119,6 +112,7 @@ class CompletionsEngine(StaysInProcess):
     """
 
     _instead = FACTORY_INSTEAD
+    _versions: VersionSource
 
     def __init__(
         self,
@@ -155,13 +149,7 @@ class CompletionsEngine(StaysInProcess):
             check_choice("image_api", image_api, get_args(ImageApi))
             if api not in ("openai", image_api):
                 raise ValueError(f"image_api must be None or api={api!r}, got {image_api!r}.")
-        # Tokenizers have no tokenizer.
-        if processor is None and hasattr(tokenizer, "tokenizer"):
-            tokenizer, processor = None, tokenizer
-        self._vision = None if processor is None else VisionProcessor.of(processor)
-        if self._vision is not None:
-            tokenizer = self._vision.tokenizer if tokenizer is None else tokenizer
-            self._vision.check_tokenizer(tokenizer)
+        tokenizer, self._vision = with_processor(tokenizer, processor)
         if image_api is not None and self._vision is None:
             raise TypeError("image_api needs the model's processor: give processor=, too.")
         self.tokenizer = tokenizer
@@ -180,10 +168,10 @@ class CompletionsEngine(StaysInProcess):
         self._on_update = on_update
         self._updating = threading.Lock()
         origins = server_origins(base_url)
-        bring_up = None
+        bring_up, self._versions = None, "begun"
         if isinstance(on_update, ServerWeights):
             on_update.check_engine(origins, model, wait_ready)
-            bring_up = on_update.bring_up
+            bring_up, self._versions = on_update.bring_up, on_update.versions
         self.wait_ready = wait_ready
         self._servers = Servers(origins, bring_up=bring_up)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -207,11 +195,9 @@ class CompletionsEngine(StaysInProcess):
             is_closed=lambda: self._client.closed,
         )
         self._api = api
+        self._request = partial(make_request, api)
         form = api if image_api is None else image_api
         self._has_version_key = version_key is not None
-        self._versions: VersionSource = "begun"
-        if isinstance(on_update, ServerWeights):
-            self._versions = on_update.versions
         self._images: ImageRequests | None = None
         if form != "openai" and self._vision is not None:
             self._images = ImageRequests(form, self._vision, lambda x: self._post(x, (), []))
@@ -276,8 +262,8 @@ class CompletionsEngine(StaysInProcess):
             vocab_size=self._vocab_size,
         )
         _require_free("sampling arguments", sampling)
-        given = () if images is None else images
-        shown = stored_images(prompt, given, self._vision, is_sent=self._images is not None)
+        refusal = _NO_IMAGES if self._images is None else ""
+        shown = checked_images(prompt, images, self._vision, refusal)
         asked = {**self._body, **sampling, "prompt": prompt, "max_tokens": limit}
         strings = list(checked_stop(asked.get("stop")))
         is_limited = self._api == "openai" and not shown and self.tokenizer is not None
@@ -287,7 +273,8 @@ class CompletionsEngine(StaysInProcess):
             body["top_k"] = _PLAIN["top_k"]  # some servers refuse 0
         record = sampling_record(body, self._vocab_size)
         if self._vision is not None:
-            body["logit_bias"] = barring(self._vision, body.get("logit_bias"))
+            barred = {str(token): _BARRED for token in self._vision.barred}
+            body["logit_bias"] = {**body.get("logit_bias", {}), **barred}
         parse: Callable[[Any], Answer] = partial(self._parse, max_new_tokens=limit, prompt=prompt)
         if self._images is not None and shown:
             request = await self._images.make(body, prompt, shown, parse)
@@ -424,18 +411,6 @@ class CompletionsEngine(StaysInProcess):
                     self._servers.commit(version, missed=lacking)
                 else:
                     self._servers.missed(lacking)
-
-    def _request(
-        self, body: Mapping[str, Any], prompt: list[int], parse: Callable[[Any], Answer]
-    ) -> Request:
-        """Make a request for a response to text."""
-        path = PATHS[self._api]
-        if self._api == "vllm":
-            return Request(path, to_vllm(body, prompt), lambda said: parse(from_vllm(said)))
-        if self._api == "sglang":
-            convert = partial(from_sglang, prompt=prompt)
-            return Request(path, to_sglang(body, prompt), lambda said: parse(convert(said)))
-        return Request(path, {**body, "prompt": prompt}, parse)
 
     async def _sample(self, body: Mapping[str, Any], max_new_tokens: int) -> Answer:
         """Sample a response to text, for a probe."""

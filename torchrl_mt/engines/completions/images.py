@@ -14,37 +14,18 @@ from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from torchrl_mt.engines.completions.api import MalformedAnswerError
-from torchrl_mt.engines.completions.native import (
-    PATHS,
-    from_sglang,
-    from_vllm,
-    to_sglang,
-    to_vllm,
-)
+from torchrl_mt.engines.completions.native import Request, make_request
+from torchrl_mt.engines.request_checks import image_spans
 from torchrl_mt.vision import StoredImage, VisionProcessor
-from torchrl_mt.vision.images import read_images
-from torchrl_mt.vision.model import check_no_video
 
-__all__ = ["ImageApi", "ImageRequests", "Request", "barring", "stored_images"]
+__all__ = ["ImageApi", "ImageRequests"]
 
 ImageApi = Literal["vllm", "sglang"]
 """Whose form a server takes prompts with images in."""
 
-_BARRED = -100.0
-"""Added to the logits of tokens that must not be sampled: the least that servers take."""
 _RENDER = "/v1/chat/completions/render"
 _KEPT = 32
 """Images that vLLM has prepared and that are kept for the next turns."""
-
-
-class Request(NamedTuple):
-    """A request for tokens after a prompt."""
-
-    path: str
-    """The endpoint."""
-    body: dict[str, Any]
-    parse: Callable[[Any], Any]
-    """Reads the JSON of the reply."""
 
 
 class _Prepared(NamedTuple):
@@ -94,20 +75,15 @@ class ImageRequests:
         sizes = await asyncio.to_thread(
             lambda: [len(self._vision.size(image).token_ids) for image in images]
         )
-        try:
-            spans = self._vision.spans(prompt, sizes)
-        except ValueError as error:
-            raise ValueError(f"prompt_ids do not fit images: {error}") from None
-        path = PATHS[self._api]
+        spans = image_spans(self._vision, prompt, sizes)
         if self._api == "sglang":
             uris = [image.data_uri() for image in images]
-            sent = to_sglang(body, self._vision.collapsed(prompt, images), uris)
-            convert = partial(from_sglang, prompt=prompt, spans=spans)
-            return Request(path, sent, lambda payload: parse(convert(payload)))
-        shown = zip(images, sizes, strict=True)
-        prepared = [await self._prepare(image, size) for image, size in shown]
-        sent = to_vllm(body, prompt, _features(prepared, spans))
-        return Request(path, sent, lambda payload: parse(from_vllm(payload)))
+            shown = self._vision.collapsed(prompt, images), uris, spans
+            return make_request("sglang", body, prompt, parse, shown=shown)
+        pairs = zip(images, sizes, strict=True)
+        prepared = [await self._prepare(image, size) for image, size in pairs]
+        features = _features(prepared, spans)
+        return make_request("vllm", body, prompt, parse, features=features)
 
     async def _prepare(self, image: StoredImage, size: int) -> _Prepared:
         """Have the server prepare an image, which only its own release can."""
@@ -124,51 +100,6 @@ class ImageRequests:
             if len(self._prepared) > _KEPT:
                 self._prepared.popitem(last=False)
         return made
-
-
-def barring(vision: VisionProcessor, bias: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return OpenAI's ``logit_bias`` that bars the tokens of images and videos.
-
-    Args:
-        vision: knows the tokens.
-        bias: what the request itself asks for.
-    """
-    return {**(bias or {}), **{str(token): _BARRED for token in vision.barred}}
-
-
-def stored_images(
-    prompt: list[int], images: Sequence[Any], vision: VisionProcessor | None, *, is_sent: bool
-) -> list[StoredImage]:
-    """Read the images of a prompt.
-
-    Args:
-        prompt: the tokens.
-        images: in any form that :meth:`StoredImage.of <torchrl_mt.vision.StoredImage.of>` takes.
-        vision: the model's processor, if there is one.
-        is_sent: whether images can be sent.
-
-    Raises:
-        TypeError: if ``images`` are no list, one is no image, or they cannot be sent.
-        ValueError: if an image cannot be read, or a prompt that shows images comes without any.
-    """
-    if not isinstance(images, (list, tuple)):
-        raise TypeError(f"images must be a list of a prompt's images, got {type(images).__name__}.")
-    if vision is not None:
-        check_no_video(vision, "prompt_ids", prompt)
-    if not images:
-        token = None if vision is None else vision.image_token_id
-        if token is not None and token in prompt:
-            raise ValueError(
-                f"images must hold the images that prompt_ids show, got none for "
-                f"{prompt.count(token)} image tokens (id {token})."
-            )
-        return []
-    if not is_sent:
-        raise TypeError(
-            "images cannot be sent to /v1/completions with token ids: make the engine with "
-            "processor= and image_api='vllm' or 'sglang', for a server that takes them."
-        )
-    return read_images(images)
 
 
 def _features(prepared: Sequence[_Prepared], spans: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
+from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.completions.api import Answer
 from torchrl_mt.engines.sampling_params import TruncationWarning
 from torchrl_mt.http_client import HttpError
@@ -43,10 +44,8 @@ class LogProbsMode:
         mode: Literal["processed_logprobs", "raw_logprobs"] | None,
         sample: Callable[[Mapping[str, Any], int], Awaitable[Answer]],
     ) -> None:
-        if mode not in (None, "processed_logprobs", "raw_logprobs"):
-            raise ValueError(
-                f'logprobs_mode must be "processed_logprobs", "raw_logprobs" or None, got {mode!r}.'
-            )
+        if mode is not None:
+            check_choice("logprobs_mode", mode, ("processed_logprobs", "raw_logprobs"))
         self._mode: str | None = mode
         """``None`` before the probe; ``"unknown"`` if the server refuses it."""
         self._sample = sample

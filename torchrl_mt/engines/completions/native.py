@@ -6,12 +6,13 @@ one parser checks all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from torchrl_mt.engines.completions.api import MalformedAnswerError
 
-__all__ = ["PATHS", "Api", "from_sglang", "from_vllm", "to_sglang", "to_vllm"]
+__all__ = ["PATHS", "Api", "Request", "make_request"]
 
 Api = Literal["openai", "vllm", "sglang"]
 """Whose form requests have."""
@@ -41,6 +42,47 @@ _SGLANG_NAMES = {
     "seed": "sampling_seed",
 }
 """Names of sampling parameters that differ from OpenAI's."""
+
+
+class Request(NamedTuple):
+    """A request for tokens after a prompt."""
+
+    path: str
+    """The endpoint."""
+    body: dict[str, Any]
+    parse: Callable[[Any], Any]
+    """Reads the JSON of the reply."""
+
+
+def make_request(
+    api: Api,
+    body: Mapping[str, Any],
+    prompt: list[int],
+    parse: Callable[[Any], Any],
+    *,
+    features: Mapping[str, Any] | None = None,
+    shown: tuple[list[int], list[str], Sequence[tuple[int, int]]] | None = None,
+) -> Request:
+    """Make a request in a server's form.
+
+    Args:
+        api: whose form.
+        body: what would be sent for text: OpenAI's completions.
+        prompt: the tokens.
+        parse: reads a reply of OpenAI's completions.
+        features: of the prompt's images, for vLLM.
+        shown: of a prompt with images for SGLang: the tokens with one placeholder for each image,
+            ``data:`` URIs, and where the tokens of each image are.
+    """
+    if api == "vllm":
+        sent = to_vllm(body, prompt, features)
+        return Request(PATHS[api], sent, lambda said: parse(from_vllm(said)))
+    if api == "sglang":
+        tokens, images, spans = shown or (prompt, [], ())
+        convert = partial(from_sglang, prompt=prompt, spans=spans)
+        sent = to_sglang(body, tokens, images)
+        return Request(PATHS[api], sent, lambda said: parse(convert(said)))
+    return Request(PATHS[api], {**body, "prompt": prompt}, parse)
 
 
 def to_vllm(

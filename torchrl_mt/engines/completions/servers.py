@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import Literal
 
 from torchrl_mt.engines.completions.prefixes import PrefixPlaces
 from torchrl_mt.http_client import AttemptError
 from torchrl_mt.server_load import ServerLoad, choose
+from torchrl_mt.threads import start_daemon
 
 __all__ = ["Server", "Servers", "server_origins"]
 
@@ -89,7 +89,6 @@ class Servers:
         bring_up: has a server load the weights of a version, or raises a RuntimeError; called with the
             server's address, the version, and whether the server may have them already. ``None`` if
             that is not possible.
-        pause: seconds for which a server that does not answer is left out.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Servers:
         origins: Sequence[str],
         *,
         bring_up: Callable[[str, int, bool], object] | None = None,
-        pause: float = _PAUSE,
     ) -> None:
         self.all = [Server(origin) for origin in origins]
         self.version = 0
@@ -105,8 +103,10 @@ class Servers:
         self.moved = 0
         """Number of prompts that left the server that had their prefix."""
         self._bring_up = bring_up
-        self._follows = False
-        self._pause = pause
+        self.follows = False
+        """Whether to wait for :meth:`restored`, :meth:`commit` or :meth:`refuse`, and never call
+        ``bring_up``."""
+        self._pause = _PAUSE
         self._places = PrefixPlaces[Server]()
         self._lock = Lock()
         self._held: Future[None] | None = None
@@ -210,10 +210,6 @@ class Servers:
                 if restored is not None:
                     restored.set_exception(RuntimeError(reason))
 
-    def follow_updates(self) -> None:
-        """Wait for :meth:`restored`, :meth:`commit` or :meth:`refuse`; never call ``bring_up``."""
-        self._follows = True
-
     def _at(self, origins: Iterable[str]) -> list[Server]:
         """The servers at some addresses; all if one is unknown, such as that behind a router."""
         wanted = set(origins)
@@ -263,9 +259,8 @@ class Servers:
             restored = server.restored
             if restored is None:
                 restored = server.restored = Future()
-                if not self._follows:
-                    run = partial(self._load, server, version, restored)
-                    Thread(target=run, daemon=True, name="torchrl_mt-weights").start()
+                if not self.follows:
+                    start_daemon(self._load, server, version, restored)
         try:
             await asyncio.shield(asyncio.wrap_future(restored))
         except RuntimeError as error:
@@ -275,7 +270,7 @@ class Servers:
     def _lacks(self, server: Server, reason: str) -> None:
         """Have a server load weights before it takes another request; the caller has the lock."""
         server.weights, server.reason = "missed", reason
-        if not self._follows:
+        if not self.follows:
             server.restored = None  # What it is loading may be lost.
 
     def _has_weights(self, server: Server) -> None:
@@ -283,7 +278,7 @@ class Servers:
         server.works()
         server.weights, server.reason = "current", ""
         restored, server.restored = server.restored, None
-        if self._follows and restored is not None:
+        if self.follows and restored is not None:
             restored.set_result(None)
 
     def _load(self, server: Server, version: int, restored: Future[None]) -> None:
@@ -340,6 +335,6 @@ class Servers:
         ):
             error.at_once = True  # the server aborted it for an update, or lacks one
         server.refusals += error.refused
-        can_load = self._follows or self._bring_up is not None
+        can_load = self.follows or self._bring_up is not None
         if error.refused and self.version and can_load and server.weights == "current":
             server.weights = "doubtful"

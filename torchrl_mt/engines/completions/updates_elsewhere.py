@@ -38,8 +38,9 @@ class UpdatesElsewhere:
     """
 
     def __init__(self, servers: Servers) -> None:
-        servers.follow_updates()
-        self._servers = servers
+        self.servers = servers
+        """Tell which servers must load weights, and take why one could not."""
+        servers.follows = True
         self._states = ServerStates()
         self._lock = Lock()
         self._hold = ExitStack()
@@ -50,19 +51,11 @@ class UpdatesElsewhere:
             before, self._states = self._states, states
             if states.is_updating:
                 if not before.is_updating:
-                    self._hold.enter_context(self._servers.hold())
+                    self._hold.enter_context(self.servers.hold())
                 return
             if states.version != before.version:
-                self._servers.commit(states.version, states.lacking)
+                self.servers.commit(states.version, states.lacking)
             else:
-                self._servers.restored(before.lacking - states.lacking)
-                self._servers.missed(states.lacking - before.lacking)
+                self.servers.restored(before.lacking - states.lacking)
+                self.servers.missed(states.lacking - before.lacking)
             self._hold.close()
-
-    def lacking(self) -> dict[str, bool]:
-        """Servers that must load weights, and whether they may have them already."""
-        return self._servers.lacking()
-
-    def refuse(self, url: str, reason: str) -> None:
-        """Take why a server could not load the weights."""
-        self._servers.refuse(url, reason)

@@ -88,7 +88,7 @@ class LogProbs:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         reported: Sequence[list[float] | None],
-        params: Sampling = _PLAIN,
+        params: Sampling,
     ) -> list[list[float]]:
         """Get the log-probabilities of a batch's responses.
 
@@ -135,7 +135,7 @@ def plain_log_probs(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
-    params: Sampling = _PLAIN,
+    params: Sampling,
     max_tokens: int,
 ) -> list[list[float]]:
     """Score responses with plain forward passes, without gradients.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torchrl_mt.engines.engine_thread import EngineThread, closed_error, settle
+from torchrl_mt.engines.engine_thread import EngineThread, closed_error, failed_error, settle
 
 __all__ = ["MicroBatcher"]
 
@@ -94,7 +94,7 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         try:
             outcomes = list(self._answer([ticket.request for ticket in batch]))
         except BaseException as error:
-            outcomes = [_failed(error) for _ in batch]
+            outcomes = [failed_error(error) for _ in batch]
         if self._closed:
             outcomes = [closed_error() for _ in batch]
         settle(zip(batch, outcomes, strict=True))
@@ -135,10 +135,3 @@ class MicroBatcher(EngineThread, Generic[_Q, _A]):
         for ticket in batch:
             del self._waiting[ticket]
         return batch
-
-
-def _failed(cause: BaseException) -> RuntimeError:
-    """An error for one request of a failed batch."""
-    error = RuntimeError(f"generation failed: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

@@ -95,8 +95,8 @@ class PolicySampler:
         self,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
-        params: Sampling = Sampling(),  # noqa: B008 - it is frozen
-        stops: Sequence[StopStrings | None] = (),
+        params: Sampling,
+        stops: Sequence[StopStrings | None],
     ) -> list[Drawn]:
         """Sample a response to every prompt.
 
@@ -104,8 +104,7 @@ class PolicySampler:
             prompts: at least one token each.
             limits: maximum length of each response.
             params: sampling parameters, used if the policy takes arguments.
-            stops: for each response its stop strings or ``None``, used if the policy takes arguments;
-                may be empty.
+            stops: for each response its stop strings or ``None``, used if the policy takes arguments.
 
         Raises:
             RuntimeError: if the policy does not return one response to each of the prompts.
@@ -124,7 +123,7 @@ class PolicySampler:
                 f"the policy must return a TensorDict with {len(prompts)} answers, got "
                 f"{type(out).__name__} {tuple(getattr(out, 'batch_size', ()))}."
             )
-        answers = zip(out.unbind(0), prompts, limits, stops or [None] * len(prompts), strict=True)
+        answers = zip(out.unbind(0), prompts, limits, stops, strict=True)
         return [self._read(*answer) for answer in answers]
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> TensorDictBase:
@@ -273,7 +272,11 @@ def _rebuilt(
     given = dict(generate_kwargs_of(own))
     for name in _hf_kwargs(Sampling()):
         given.pop(name, None)
-    ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), _Closing(closing)])
+
+    def is_closing(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.new_full(input_ids.shape[:1], closing.is_set(), dtype=torch.bool)
+
+    ends = StoppingCriteriaList([*given.pop("stopping_criteria", []), is_closing])
     own.generate_kwargs = {
         **given,
         "eos_token_id": sorted(stop_ids),
@@ -289,17 +292,6 @@ def _hf_kwargs(params: Sampling) -> dict[str, Any]:
         return {"do_sample": False, **dict.fromkeys(asdict(params))}
     # transformers takes a min_p of 0 for one that is set.
     return {"do_sample": True, **asdict(params), "min_p": params.min_p or None}
-
-
-class _Closing:
-    """Stopping criterion that ends generation once the engine closes."""
-
-    def __init__(self, closing: threading.Event) -> None:
-        self._closing = closing
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Whether each row is finished."""
-        return input_ids.new_full(input_ids.shape[:1], self._closing.is_set(), dtype=torch.bool)
 
 
 class _Strings:

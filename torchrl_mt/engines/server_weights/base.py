@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_mt.checks import check_at_least, check_positive, import_extra
+from torchrl_mt.checks import check_at_least, check_choice, check_positive, import_extra
 from torchrl_mt.engines.adapters import peft_model
 from torchrl_mt.engines.completions.reported_versions import VersionSource
 from torchrl_mt.engines.completions.servers import server_origins
@@ -71,7 +71,7 @@ class ServerWeights(ABC):
         urls: addresses of the servers.
         transport: ``"disk"``, or the backend of a process group.
         pause: what a server does with open requests during an update.
-        folder: where weights are saved.
+        folder: where weights are saved; a temporary folder if ``None``.
         master_address: this process's address, for process groups.
         api_key: sent as a bearer token.
         timeout: seconds for one request to a server.
@@ -81,19 +81,24 @@ class ServerWeights(ABC):
 
     versions: VersionSource = "reported"
     """How an engine knows which weights sampled a response."""
+    transports: tuple[str, ...]
+    pauses: tuple[str, ...]
+    """What the arguments of these names may be."""
 
     def __init__(
         self,
         urls: str | Sequence[str],
         *,
-        transport: str,
-        pause: str,
-        folder: str | Path | None,
-        master_address: str,
-        api_key: str | None,
-        timeout: float,
-        wait_ready: float | None,
+        transport: str = "disk",
+        pause: str = "abort",
+        folder: str | Path | None = None,
+        master_address: str = "127.0.0.1",
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        wait_ready: float | None = None,
     ) -> None:
+        check_choice("transport", transport, self.transports)
+        check_choice("pause", pause, self.pauses)
         check_positive("timeout", timeout)
         check_at_least("wait_ready", wait_ready or 0.0, 0)
         self.urls = server_origins(urls)

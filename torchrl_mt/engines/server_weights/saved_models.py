@@ -6,19 +6,16 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
-from torchrl.modules.llm import LLMWrapperBase
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_mt.engines.adapters import merged_weights, peft_model, save_adapter
-from torchrl_mt.engines.weights import check_gathered
-from torchrl_mt.scoring.forward import unwrapped
+from torchrl_mt.engines.adapters import merged_weights, peft_model, whole_folder, write_adapter
+from torchrl_mt.engines.weights import own_tensors, plain_source
 
 __all__ = ["SavedModels", "named_weights", "saved_names"]
 
@@ -38,24 +35,16 @@ def named_weights(source: Any) -> dict[str, Tensor]:
         >>> sorted(named_weights(torch.nn.Linear(2, 1)))
         ['bias', 'weight']
     """
-    source = _unwrapped(source)
+    source = plain_source(source)
     if peft_model(source) is not None:
-        found: Mapping[Any, Any] = merged_weights(source)
-    elif isinstance(source, nn.Module):
-        found = source.state_dict()
-    elif isinstance(source, TensorDictBase):
-        # TensorDict.from_module also lists buffers that are computed, not loaded.
-        flat = source.flatten_keys(".").items()
-        found = {name: value for name, value in flat if not name.endswith("inv_freq")}
-    elif isinstance(source, Mapping):
-        found = source
+        found = merged_weights(source)
     elif isinstance(source, (str, Path)):
         found = dict(_read_folder(Path(source)))
     else:
-        raise TypeError(
-            "source must be a model, a state dict, a TensorDict of parameters or a folder of "
-            f"safetensors, got {type(source).__name__}."
-        )
+        found = own_tensors(source, or_folder=True)
+    if isinstance(source, TensorDictBase):
+        # TensorDict.from_module also lists buffers that are computed, not loaded.
+        found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
     if not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"source must hold tensors by name, got {type(source).__name__} without.")
     return {str(name): value.detach() for name, value in found.items()}
@@ -121,8 +110,9 @@ class SavedModels:
             self._paths[version] = (path, False)
             return path
         path = self._folder / f"version-{version}-{self._name}"
-        with _whole(path) as part:
-            _write(_unwrapped(source), part, adapter)
+        with whole_folder(path) as part:
+            _write(plain_source(source), part, adapter)
+            shutil.rmtree(path, ignore_errors=True)  # of an update that reached no server
         self._paths[version] = (path, True)
         return path
 
@@ -138,17 +128,10 @@ class SavedModels:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _unwrapped(source: Any) -> Any:
-    source = source.model if isinstance(source, LLMWrapperBase) else source
-    check_gathered(source)
-    return unwrapped(source) if isinstance(source, nn.Module) else source
-
-
 def _write(source: Any, folder: Path, adapter: bool) -> None:
     """Write a source as safetensors, with its configuration if it has one."""
     if adapter:
-        folder.rmdir()
-        save_adapter(source, folder)
+        write_adapter(source, folder)
         return
     save = getattr(source, "save_pretrained", None)
     if callable(save) and peft_model(source) is None:
@@ -172,21 +155,6 @@ def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[name] = value.clone() if place in storages else value.contiguous()
         storages.add(place)
     return out
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A new folder that gets its name when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        yield part
-        shutil.rmtree(path, ignore_errors=True)
-        part.replace(path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
 from torchrl_mt.engines.server_weights.process_group import described, open_torch_group
 
@@ -54,32 +53,9 @@ class SGLangWeights(ServerWeights):
         >>> collector.update_policy_weights_(model)  # doctest: +SKIP
     """
 
+    transports = "disk", "nccl", "gloo"
+    pauses = "abort", "retract"
     _open_group = staticmethod(open_torch_group)
-
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        transport: Literal["disk", "nccl", "gloo"] = "disk",
-        pause: Literal["abort", "retract"] = "abort",
-        folder: str | Path | None = None,
-        master_address: str = "127.0.0.1",
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        wait_ready: float | None = None,
-    ) -> None:
-        check_choice("transport", transport, ("disk", "nccl", "gloo"))
-        check_choice("pause", pause, ("abort", "retract"))
-        super().__init__(
-            urls,
-            transport=transport,
-            pause=pause,
-            folder=folder,
-            master_address=master_address,
-            api_key=api_key,
-            timeout=timeout,
-            wait_ready=wait_ready,
-        )
 
     def _pause_server(self, url: str, mode: str) -> None:
         self._post(url, "/pause_generation", {"mode": mode})

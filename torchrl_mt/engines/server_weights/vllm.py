@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torchrl_mt.checks import check_choice
 from torchrl_mt.engines.adapters import peft_model
 from torchrl_mt.engines.completions.reported_versions import name_of
 from torchrl_mt.engines.server_weights.base import ServerError, ServerWeights
@@ -61,6 +60,8 @@ class VLLMWeights(ServerWeights):
         >>> collector.update_policy_weights_(model)  # doctest: +SKIP
     """
 
+    transports = "disk", "nccl"
+    pauses = "abort", "wait", "keep"
     _open_group = staticmethod(open_vllm_group)
 
     def __init__(
@@ -76,8 +77,6 @@ class VLLMWeights(ServerWeights):
         timeout: float = 600.0,
         wait_ready: float | None = None,
     ) -> None:
-        check_choice("transport", transport, ("disk", "nccl"))
-        check_choice("pause", pause, ("abort", "wait", "keep"))
         if lora_name is not None and transport != "disk":
             raise ValueError(f'transport must be "disk" with lora_name, got {transport!r}.')
         super().__init__(

@@ -70,26 +70,18 @@ class BatchScheduler:
         self._kept = PrefixTree()
         self._seen = PrefixTree()
         # A request that moves is in both for a moment and never in neither.
-        self._waiting: dict[Request, None] = {}
-        self._running: dict[Request, None] = {}
+        self.waiting: dict[Request, None] = {}
+        """Requests that are in no batch yet."""
+        self.running: dict[Request, None] = {}
+        """Requests in the batches."""
         self._finished: list[Request] = []
         self._prefills: list[Prefill] = []
         self._batches: list[Batch] = []
         self._since_admission = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that are in no batch yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests in the batches."""
-        return len(self._running)
-
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
-        self._waiting.update(dict.fromkeys(requests))
+        self.waiting.update(dict.fromkeys(requests))
 
     def step(self) -> None:
         """Compute some prompts, and sample a token for every request that is ready."""
@@ -121,28 +113,28 @@ class BatchScheduler:
             for row in batch.rows:
                 if isinstance(row, Request):
                     self._seen.add(row.tokens[:-1])
-        self._waiting = {**self._running, **self._waiting}
+        self.waiting = {**self.running, **self.waiting}
         self._clear()
 
     def stop(self) -> list[Request]:
         """Drop all requests and the cache; returns the incomplete requests."""
-        requests = [*self._running, *self._waiting]
+        requests = [*self.running, *self.waiting]
         self._clear()
-        self._waiting = {}
+        self.waiting = {}
         return requests
 
     def usage(self) -> dict[str, int]:
         """Current numbers of requests and of tokens in the cache."""
         return {
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self.running),
+            "waiting": len(self.waiting),
             "cache_tokens": self._running_tokens(),
             "kept_tokens": len(self._kept),
         }
 
     def _clear(self) -> None:
         """Empty the batches and the cache."""
-        self._running = {}
+        self.running = {}
         self._prefills, self._batches = [], []
         self._kept = PrefixTree()
         self._model.forget_images()
@@ -152,7 +144,7 @@ class BatchScheduler:
     def _is_due(self) -> bool:
         """Whether to admit requests; a forward pass for each single prompt would cost too much."""
         sampling = sum(len(batch.rows) for batch in self._batches)
-        count = len(self._waiting)
+        count = len(self.waiting)
         return count > 0 and (self._since_admission >= _PROMPT_INTERVAL or count >= sampling)
 
     def _admit(self) -> None:
@@ -160,15 +152,15 @@ class BatchScheduler:
         running = {prompt.key: prompt for prefill in self._prefills for prompt in prefill.prompts}
         chosen: dict[Hashable, Prompt] = {}
         budget, room = self._budget, self._room - self._running_tokens()
-        for request in list(self._waiting):
-            if self._running and (budget <= 0 or len(self._running) >= self._budget):
+        for request in list(self.waiting):
+            if self.running and (budget <= 0 or len(self.running) >= self._budget):
                 break
             prompt = self._look_up(request)
             first = chosen.get(prompt.key) or running.get(prompt.key)
             if first is not None and first.tokens != request.tokens:
                 continue
             room -= len(request.tokens) + _ANSWER_ROOM
-            if self._running and room < 0:
+            if self.running and room < 0:
                 break
             if first is not None:
                 first.requests.append(request)
@@ -181,8 +173,8 @@ class BatchScheduler:
                 if self._sharing:
                     known = self._seen.find(request.tokens[:-1])[0]
                     self.counts.new_tokens += len(request.tokens) - known
-            self._running[request] = None
-            del self._waiting[request]
+            self.running[request] = None
+            del self.waiting[request]
         self._since_admission = 0
         self._evict()
         for prompts in self._grouped(chosen.values()):
@@ -351,9 +343,9 @@ class BatchScheduler:
     # Leaving
 
     def _drop_cancelled(self) -> None:
-        for request in [request for request in self._waiting if request.cancelled]:
-            del self._waiting[request]
-        self._leave([request for request in self._running if request.cancelled])
+        for request in [request for request in self.waiting if request.cancelled]:
+            del self.waiting[request]
+        self._leave([request for request in self.running if request.cancelled])
 
     def _leave(self, requests: list[Request]) -> None:
         """Remove requests from the batches, and keep their prefixes in the cache."""
@@ -361,7 +353,7 @@ class BatchScheduler:
             return
         gone = set(requests)
         for request in requests:
-            del self._running[request]
+            del self.running[request]
         for batch in self._batches:
             left: list[tuple[int, list[int]]] = []
             for i, row in enumerate(batch.rows):
@@ -424,7 +416,7 @@ class BatchScheduler:
         self._evict()
 
     def _running_tokens(self) -> int:
-        return sum(len(request.tokens) for request in list(self._running))
+        return sum(len(request.tokens) for request in list(self.running))
 
     def _evict(self) -> None:
         """Evict kept prefixes until they fit beside the running requests."""
@@ -437,9 +429,9 @@ class BatchScheduler:
         }
         least = 0 if self._prefills else 1  # one request must always make progress
         while len(sampling) > least and self._running_tokens() + len(sampling) > self._room:
-            last = next(request for request in reversed(self._running) if request in sampling)
+            last = next(request for request in reversed(self.running) if request in sampling)
             sampling.remove(last)
-            self._waiting = {last: None, **self._waiting}
+            self.waiting = {last: None, **self.waiting}
             self._leave([last])
 
 

@@ -30,11 +30,12 @@ from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 from torchrl_mt.engines.transformers.cached_model import CachedModel
 from torchrl_mt.engines.transformers.generation import Generation
-from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, fitting_processor
+from torchrl_mt.engines.transformers.images import ImageFeatures, ImagePrompts, check_processor
 from torchrl_mt.engines.weights import check_whole, copy_weights, fitting_weights
 from torchrl_mt.processes import StaysInProcess
 from torchrl_mt.threads import call_in_thread
 from torchrl_mt.vision.model import VisionModel
+from torchrl_mt.vision.processor import with_processor
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -123,16 +124,10 @@ class TransformersEngine(StaysInProcess):
         seed = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
         self._seed = checked_number("seed", seed)
         self._warn = TruncationWarning()
-        # Of the two, only a processor has a tokenizer. Its class would import Pillow.
-        if hasattr(tokenizer, "tokenizer"):
-            tokenizer, processor = None, tokenizer if processor is None else processor
         vision = VisionModel.of(model.config)
-        images = None
-        if processor is not None:
-            images = fitting_processor(processor, vision, model)
-            if tokenizer is None:
-                tokenizer = images.tokenizer
-            images.check_tokenizer(tokenizer)
+        tokenizer, images = with_processor(tokenizer, processor)
+        if images is not None:
+            check_processor(images, vision, model)
         elif tokenizer is None:
             raise TypeError("tokenizer must be the model's tokenizer or processor, got None.")
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)

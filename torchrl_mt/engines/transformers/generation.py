@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchrl_mt.engines.engine_thread import EngineThread, closed_error, settle
+from torchrl_mt.engines.engine_thread import EngineThread, closed_error, failed_error, settle
 from torchrl_mt.engines.transformers.batch_scheduler import BatchScheduler
 from torchrl_mt.engines.transformers.batches import Request
 
@@ -77,7 +77,7 @@ class Generation(EngineThread):
                 self._changed.wait_for(
                     lambda: self._closed or (not self._paused and self._num_open())
                 )
-                if not self._scheduler.num_running:
+                if not self._scheduler.running:
                     self._gather()
                 if self._closed:
                     return
@@ -91,12 +91,12 @@ class Generation(EngineThread):
                     self._scheduler.step()
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # frees the batches' memory
-                self._fail(lambda error=error: _failed(error))  # type: ignore[misc]
+                self._fail(lambda error=error: failed_error(error))  # type: ignore[misc]
             finally:
                 finished = self._scheduler.take_finished()
                 self._num_answered = len(finished)
                 settle(
-                    (request, None if request.failure is None else _failed(request.failure))
+                    (request, None if request.failure is None else failed_error(request.failure))
                     for request in finished
                 )
                 with self._changed:
@@ -104,7 +104,7 @@ class Generation(EngineThread):
                     self._changed.notify_all()
 
     def _num_open(self) -> int:
-        return len(self._inbox) + self._scheduler.num_waiting + self._scheduler.num_running
+        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def _gather(self) -> None:
         """Wait while a loop submits, or those arrive who were answered in the last step."""
@@ -125,10 +125,3 @@ class Generation(EngineThread):
         with self._changed:
             failed, self._inbox = [*self._scheduler.stop(), *self._inbox], {}
         settle((request, error()) for request in failed)
-
-
-def _failed(cause: BaseException) -> RuntimeError:
-    """An error for a request that failed, or whose step did."""
-    error = RuntimeError(f"generation failed: {cause}")
-    error.__cause__ = cause
-    return error

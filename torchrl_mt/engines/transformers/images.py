@@ -9,9 +9,11 @@ An image goes through the vision tower once, whole, however a prompt is cut into
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -20,11 +22,11 @@ from transformers import PreTrainedModel
 
 from torchrl_mt._hosts.transformers import image_features
 from torchrl_mt.engines.model_facts import input_device
+from torchrl_mt.engines.request_checks import checked_images, image_spans
 from torchrl_mt.vision import StoredImage, VisionProcessor
-from torchrl_mt.vision.images import read_images
-from torchrl_mt.vision.model import VisionModel, check_no_video
+from torchrl_mt.vision.model import VisionModel
 
-__all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "fitting_processor"]
+__all__ = ["ImageFeatures", "ImagePrompts", "PromptImages", "check_processor"]
 
 _BITS = 32
 """An image's token is its number, and in the lowest bits a place; other tokens have number 0."""
@@ -52,15 +54,6 @@ class PromptImages:
         return places
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """An image that was in a prompt."""
-
-    number: int
-    num_tokens: int
-    grid: tuple[int, int, int] | None
-
-
 class ImagePrompts:
     """Checks the images of prompts and gives them tokens; any thread may use it.
 
@@ -73,10 +66,21 @@ class ImagePrompts:
     def __init__(
         self, model: VisionModel | None, processor: VisionProcessor | None, name: str
     ) -> None:
-        self._model, self._processor, self._name = model, processor, name
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._model, self._processor = model, processor
+        self._refusal = ""
+        if model is None:
+            self._refusal = (
+                f"images cannot be given to {name}, which takes text alone or is of no supported family "
+                "of vision-language models."
+            )
+        elif processor is None:
+            self._refusal = (
+                "images need the model's processor: make the engine with processor=, "
+                "for example AutoProcessor.from_pretrained(...)."
+            )
+        count = itertools.count(1)
+        self._number_of = lru_cache(_REMEMBERED)(lambda key: next(count))
         self._lock = Lock()
-        self._count = 0
 
     def takes_time(self, images: Sequence[Any] | None) -> bool:
         """Whether :meth:`read` has to decode or prepare an image."""
@@ -101,73 +105,28 @@ class ImagePrompts:
             TypeError: if the model takes no images, the engine has no processor, or an image is none.
             ValueError: if an image cannot be read, or the placeholders are not those of the images.
         """
-        stored = self._stored(() if images is None else images)
-        if self._model is None:
-            return prompt, None
-        token = self._model.image_token_id
-        check_no_video(self._model, "prompt_ids", prompt)
+        stored = checked_images(prompt, images, self._model, self._refusal)
         if not stored:
-            if token in prompt:
-                raise ValueError(
-                    f"images must hold the images that prompt_ids show, got none for "
-                    f"{prompt.count(token)} image tokens (id {token})."
-                )
             return prompt, None
-        known = [self._look_up(image) for image in stored]
+        assert self._model is not None
         assert self._processor is not None
-        try:
-            spans = self._processor.spans(prompt, [each.num_tokens for each in known])
-        except ValueError as error:
-            raise ValueError(f"prompt_ids do not fit images: {error}") from None
+        sizes = [self._processor.size(image) for image in stored]
+        spans = image_spans(self._processor, prompt, [len(size.token_ids) for size in sizes])
+        with self._lock:
+            numbers = [self._number_of(image.key) for image in stored]
         is_image = torch.zeros(len(prompt) + 1, dtype=torch.bool, device="cpu")
         tokens = prompt[:]
-        for each, (begin, size) in zip(known, spans, strict=True):
-            first = each.number << _BITS
+        for number, (begin, size) in zip(numbers, spans, strict=True):
+            first = number << _BITS
             tokens[begin : begin + size] = range(first, first + size)
             is_image[begin : begin + size] = True
-        grids = [each.grid for each in known if each.grid is not None]
+        grids = [size.grid for size in sizes if size.grid is not None]
         # The token after the prompt tells how the later ones are shifted.
         positions = self._model.positions(is_image, grids)
         shift = 0
         if positions is not None:
             shift, positions = int(positions[0, -1]) - len(prompt), positions[:, :-1]
-        numbers = (each.number for each in known)
         return tokens, PromptImages(dict(zip(numbers, stored, strict=True)), positions, shift)
-
-    def _stored(self, images: Sequence[Any]) -> list[StoredImage]:
-        """Read the images; refuse them if the engine cannot take any."""
-        if not isinstance(images, (list, tuple)):
-            raise TypeError(
-                f"images must be a list of a prompt's images, got {type(images).__name__}."
-            )
-        if images and self._model is None:
-            raise TypeError(
-                f"images cannot be given to {self._name}, which takes text alone or is of no "
-                "supported family of vision-language models."
-            )
-        if images and self._processor is None:
-            raise TypeError(
-                "images need the model's processor: make the engine with processor=, "
-                "for example AutoProcessor.from_pretrained(...)."
-            )
-        return read_images(images)
-
-    def _look_up(self, image: StoredImage) -> _Known:
-        """Find an image, or give it a number."""
-        with self._lock:
-            known = self._known.get(image.key)
-            if known is not None:
-                self._known.move_to_end(image.key)
-                return known
-        assert self._processor is not None
-        tokens, grid = self._processor.size(image)
-        with self._lock:
-            self._count += 1
-            new = _Known(self._count, len(tokens), grid)
-            known = self._known.setdefault(image.key, new)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-            return known
 
 
 class ImageFeatures:
@@ -260,16 +219,10 @@ class ImageFeatures:
             yield group
 
 
-def fitting_processor(
-    processor: Any, vision: VisionModel | None, model: PreTrainedModel
-) -> VisionProcessor:
-    """Return a model's processor in the form that prepares its images.
-
-    Raises:
-        TypeError: if the processor is of no supported family.
-        ValueError: if it does not belong to the model.
-    """
-    found = VisionProcessor.of(processor)
+def check_processor(
+    found: VisionProcessor, vision: VisionModel | None, model: PreTrainedModel
+) -> None:
+    """Refuse a processor that does not belong to a model (``ValueError``)."""
     name = type(model).__name__
     if vision is None:
         raise ValueError(
@@ -281,4 +234,3 @@ def fitting_processor(
             f"processor must have the model's image token {vision.image_token_id}, got "
             f"{found.image_token_id}: do {found.family} and {name} belong together?"
         )
-    return found
