@@ -180,7 +180,7 @@ def test_copies_share_no_session():
         assert type(other) is Mine
         assert other.more == [1]
         assert other.more is not env.more
-        with pytest.raises(RuntimeError, match="await reset"):
+        with pytest.raises(RuntimeError, match="reset first"):
             await other.step("a")
         await other.reset(2)
         assert (await env.step("a")).info == (await other.step("a")).info == {"heard": 1}
@@ -459,7 +459,7 @@ def test_a_cancelled_call_ends_its_session(call):
         with pytest.raises(asyncio.CancelledError):
             await task
         await fake.gone()
-        with pytest.raises((OpenEnvConnectionError, RuntimeError), match=r"cancelled|await reset"):
+        with pytest.raises((OpenEnvConnectionError, RuntimeError), match=r"cancelled|reset first"):
             await env.step("b")
         assert not any(each.running for each in session_module._servers.values())
 

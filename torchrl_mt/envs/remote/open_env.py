@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchrl_mt.checks import check_positive_finite
+from torchrl_mt.checks import check_list, check_positive_finite, import_extra, shown
 from torchrl_mt.envs.remote.errors import OpenEnvError, OpenEnvProtocolError
 from torchrl_mt.envs.remote.protocol import (
     TEXT_ENV_KEY,
     ErrorCode,
-    import_websockets,
+    finite_number,
     reset_data,
-    shown,
 )
 from torchrl_mt.envs.remote.session import Session, open_session, websocket_address
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep, takes_message
@@ -82,7 +79,7 @@ class OpenEnvEnv(TextEnv):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r}.")
         check_positive_finite("timeout", timeout)
-        import_websockets("asyncio.client")
+        import_extra("websockets.asyncio.client", "remote")
         self._client = _unwrapped(base_url)
         """A client of the openenv package, if one was given."""
         if self._client is not None:
@@ -105,13 +102,8 @@ class OpenEnvEnv(TextEnv):
         """Whether the served environment's ``step`` takes the message."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenEnvEnv:
-        copied = copy.copy(self)
-        memo[id(self)] = copied
-        shared = {"_client", "_to_messages", "_to_action", "_session"}
-        for name in vars(self).keys() - shared:
-            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
-        copied._session = None
-        return copied
+        shared = ("_client", "_to_messages", "_to_action")
+        return self._copied(memo, _session=None, **{name: vars(self)[name] for name in shared})
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
         """Open a session and begin its episode. If all sessions are in use, wait for one.
@@ -145,9 +137,7 @@ class OpenEnvEnv(TextEnv):
             OpenEnvError: if the server refuses, the session was lost, or no reply came in time. The
                 session has ended then.
         """
-        session = self._session
-        if session is None:
-            raise RuntimeError("OpenEnvEnv.step needs an episode: await reset() first.")
+        session = self._under_way(self._session)
         with _dropping(session):
             request: dict[str, Any] = {"type": "step", "data": self._action(response, message)}
             if session.knows_step_ids:
@@ -238,13 +228,8 @@ class OpenEnvEnv(TextEnv):
             result = self._result("step", answer)
             reward, done = result.reward, result.done
             info = getattr(result, "metadata", None) or info
-        try:
-            number = (
-                0.0 if reward is None else math.nan if isinstance(reward, str) else float(reward)
-            )
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
+        number = 0.0 if reward is None else finite_number(reward)
+        if number is None:
             raise self._wrong(
                 "step", f"reward must be a finite number or null, got {shown(reward)}"
             )
@@ -263,10 +248,7 @@ class OpenEnvEnv(TextEnv):
             observation = self._result(call, answer).observation
         if self._to_messages is not None:
             messages = self._to_messages(observation)
-            if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
-                raise TypeError(
-                    f"to_messages must return a list of messages, got {shown(messages)}."
-                )
+            check_list("to_messages must return a list of messages", messages)
             return list(messages)
         fields = _fields(observation)
         if fields is not None and "messages" in fields:

@@ -7,21 +7,20 @@ environment is closed.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from torchrl_mt.checks import check_list, import_extra, shown
 from torchrl_mt.envs.remote.protocol import (
     IDLE_CLOSE_CODE,
     TEXT_ENV_KEY,
     ErrorCode,
     error_message,
-    import_websockets,
+    finite_number,
     item_of,
-    shown,
     write,
 )
 from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, takes_message
@@ -85,7 +84,7 @@ class ServedSession:
 
     async def run(self) -> None:
         """Answer requests until the client leaves or is idle for too long; close the environment."""
-        connection_closed = import_websockets("exceptions").ConnectionClosed
+        connection_closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
         closed = asyncio.ensure_future(self._connection.wait_closed())
         try:
             if not await self._make(closed):
@@ -105,8 +104,9 @@ class ServedSession:
 
     async def _make(self, closed: asyncio.Future[None]) -> bool:
         """Make the environment; tell the client if that failed."""
-        making = self._called("make_env", self._make_env, ErrorCode.FACTORY_ERROR)
+        make = partial(call_in_thread, self._make_env, unclaimed=_close_unused)
         try:
+            making = self._called("make_env", make, ErrorCode.FACTORY_ERROR)
             env = await self._until(closed, making)
             if not isinstance(env, TextEnv):
                 self._log(f"make_env must make a TextEnv, got {type(env).__name__}")
@@ -250,26 +250,21 @@ class ServedSession:
 
     async def _ask(self, env: TextEnv, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the environment, in a thread unless it is ``async`` or inline."""
-
-        async def call() -> Any:
-            return await call_env(env, method, *args)
-
-        return await self._called(f"{type(env).__name__}.{method.__name__}", call)
+        what = f"{type(env).__name__}.{method.__name__}"
+        return await self._called(what, partial(call_env, env, method, *args))
 
     async def _called(
         self,
         what: str,
-        function: Callable[[], Any],
+        call: Callable[[], Awaitable[Any]],
         code: ErrorCode = ErrorCode.EXECUTION_ERROR,
     ) -> Any:
-        """The result of a user's function; what it raises is logged and told to the client.
+        """The result of a call of a user's; what it raises is logged and told to the client.
 
         ``SystemExit`` too, which would end the server.
         """
         try:
-            if inspect.iscoroutinefunction(function):
-                return await function()
-            return await call_in_thread(function, unclaimed=_close_unused)
+            return await call()
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and self._gives_up:
                 raise
@@ -308,7 +303,8 @@ async def dismiss(
 
     Its first request may be on the way. A connection that closed before would take the message with it.
     """
-    with suppress(import_websockets("exceptions").ConnectionClosed, asyncio.TimeoutError):
+    connection_closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
+    with suppress(connection_closed, asyncio.TimeoutError):
         await connection.send(write(message))
         await asyncio.wait_for(connection.recv(), _DISMISSAL_SECONDS)
     await connection.close(code, reason)
@@ -391,8 +387,10 @@ def _action(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
 def _messages(env: TextEnv, method: str, value: Any) -> list[Any]:
     """The messages that a method of the environment returned."""
     expected = f"{type(env).__name__}.{method} must give a list of messages"
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, got {shown(value)}.")
+    try:
+        check_list(expected, value)
+    except TypeError as error:
+        raise _Refusal(ErrorCode.EXECUTION_ERROR, str(error)) from None
     messages = list(value)
     for message in messages:
         if not isinstance(message, Mapping):
@@ -405,11 +403,8 @@ def _messages(env: TextEnv, method: str, value: Any) -> list[Any]:
 
 def _reward(env: TextEnv, value: Any) -> float:
     """The reward of a step as a finite float."""
-    try:
-        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        reward = math.nan
-    if not math.isfinite(reward):
+    reward = finite_number(value)
+    if reward is None:
         raise _Refusal(
             ErrorCode.EXECUTION_ERROR,
             f"the reward of {type(env).__name__}.step must be a finite number, got {shown(value)}.",
