@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torchrl_mt.checks import check_list, check_positive_finite, import_extra, shown
@@ -126,7 +127,7 @@ class OpenEnvEnv(TextEnv):
             if answer.get("done"):
                 raise self._wrong("reset", "the episode is over before the first response")
             self._learn(answer)
-            return self._messages("reset", answer)
+            return self._messages("reset", self._result("reset", answer).observation)
 
     async def step(self, response: str, message: Message | None = None) -> TextStep:
         """Send the action of a response.
@@ -205,15 +206,26 @@ class OpenEnvEnv(TextEnv):
 
     def _step(self, answer: Mapping[str, Any]) -> TextStep:
         """The step of a reply."""
-        observation = answer.get("observation")
-        reward, done, info = self._outcome(answer)
-        flags = (answer, info, observation if isinstance(observation, Mapping) else {})
+        result = self._result("step", answer)
+        reward = 0.0 if result.reward is None else finite_number(result.reward)
+        if reward is None:
+            raise self._wrong(
+                "step", f"reward must be a finite number or null, got {shown(result.reward)}"
+            )
+        done = result.done
+        if not isinstance(done, bool):
+            raise self._wrong("step", f"done must be true or false, got {shown(done)}")
+        info = getattr(result, "metadata", None) or answer.get("metadata")
+        if info is not None and not isinstance(info, Mapping):
+            raise self._wrong("step", f"metadata must be a JSON object, got {shown(info)}")
+        sent = answer["observation"]
         history = None
         assert self._session is not None
-        if self._session.knows_step_ids and "history" in flags[2]:
-            history = self._listed("step", flags[2]["history"])
+        if self._session.knows_step_ids and "history" in sent:
+            history = self._listed("step", sent["history"])
+        flags = (answer, info or {}, sent)
         return TextStep(
-            self._messages("step", answer),
+            self._messages("step", result.observation),
             reward=reward,
             done=done,
             truncated=done and any(told.get("truncated") is True for told in flags),
@@ -221,31 +233,8 @@ class OpenEnvEnv(TextEnv):
             history=history,
         )
 
-    def _outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool, Mapping[str, Any]]:
-        """Reward, end of the episode and metadata of a reply."""
-        reward, done, info = answer.get("reward"), answer.get("done", False), answer.get("metadata")
-        if self._client is not None:
-            result = self._result("step", answer)
-            reward, done = result.reward, result.done
-            info = getattr(result, "metadata", None) or info
-        number = 0.0 if reward is None else finite_number(reward)
-        if number is None:
-            raise self._wrong(
-                "step", f"reward must be a finite number or null, got {shown(reward)}"
-            )
-        if not isinstance(done, bool):
-            raise self._wrong("step", f"done must be true or false, got {shown(done)}")
-        if info is not None and not isinstance(info, Mapping):
-            raise self._wrong("step", f"metadata must be a JSON object, got {shown(info)}")
-        return number, done, info or {}
-
-    def _messages(self, call: str, answer: Mapping[str, Any]) -> list[Message]:
-        """The messages of a reply."""
-        observation = answer.get("observation")
-        if not isinstance(observation, Mapping):
-            raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
-        if self._client is not None:
-            observation = self._result(call, answer).observation
+    def _messages(self, call: str, observation: Any) -> list[Message]:
+        """The messages of an observation."""
         if self._to_messages is not None:
             messages = self._to_messages(observation)
             check_list("to_messages must return a list of messages", messages)
@@ -269,7 +258,12 @@ class OpenEnvEnv(TextEnv):
         return messages
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
-        """The ``StepResult`` that the client of the openenv package makes of a reply."""
+        """A reply as the client of the openenv package reads it, or as it is where there is none."""
+        observation = answer.get("observation")
+        if not isinstance(observation, Mapping):
+            raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
+        if self._client is None:
+            return SimpleNamespace(**{"reward": None, "done": False, **answer})
         try:
             return self._client._parse_result(dict(answer))
         except Exception as error:
