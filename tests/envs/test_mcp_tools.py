@@ -15,11 +15,9 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from tests.chat.families import QWEN25
-from tests.chat.families_in_play import tokenizer_of
-from tests.collectors.scripted import ScriptedEngine
 from tests.envs.some_tools import look, says_seven
-from tests.envs.test_tool_env import call, run, says
+from tests.envs.speaking import adds, call, collected, says, speaker
+from tests.envs.test_tool_env import run
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
 from tests.waiting import wait_until
@@ -173,22 +171,8 @@ def test_a_call_that_takes_too_long_is_told(opens, opened, own):
 
 def collect(env, episodes=4, **collector):
     """Episodes of a call and an answer in a collector."""
-    tokenizer = tokenizer_of(QWEN25)
-
-    def rule(prompt):
-        results = tokenizer.decode(prompt).split("<tool_response>\n")[1:]
-        message = says(
-            results[-1].split("\n</tool_response>")[0] if results else "", call("add", a=3, b=4)
-        )
-        if results:
-            message.pop("tool_calls")
-        return tokenizer(QWEN25.say(message) + QWEN25.stop, add_special_tokens=False)["input_ids"]
-
-    engine = ScriptedEngine(tokenizer, rule)
-    settings = {"episodes_per_batch": episodes, "total_episodes": episodes}
-    with MultiTurnCollector(env, engine, [ITEM], **{**settings, **collector}) as made:
-        (batch,) = made
-        stats = made.stats()
+    engine = speaker(adds)
+    batch, stats = collected(env, engine, [ITEM], episodes, **collector)
     return batch["next", "reward"].flatten().tolist(), stats, engine
 
 
@@ -324,7 +308,8 @@ def test_a_server_that_cannot_be_reached_rejects_the_episode(opens, opened):
         async with opens() as session:
             yield session
 
-    rewards, stats, _ = collect(env_with(MCPTools(connect)), episodes=1, max_retries=1)
+    settings = {"episodes": 1, "max_retries": 1, "max_consecutive_failures": None}
+    rewards, stats, _ = collect(env_with(MCPTools(connect)), **settings)
     assert rewards == [0.0, 1.0]
     assert stats["rejected/OSError"] == stats["rejected"] == 1
 
@@ -370,11 +355,8 @@ def test_opening_is_given_up_with_the_episode(opens, opened):
 
 
 def test_a_shutdown_closes_the_connections_of_running_episodes(opens, opened, caplog):
-    tokenizer = tokenizer_of(QWEN25)
-    asks = QWEN25.say(says("", call("stuck"))) + QWEN25.stop
-    ids = tokenizer(asks, add_special_tokens=False)["input_ids"]
     asked = []
-    engine = ScriptedEngine(tokenizer, lambda prompt: asked.append(1) or ids)
+    engine = speaker(lambda prompt: asked.append(1) or says("", call("stuck")))
     with caplog.at_level(logging.WARNING):
         collector = MultiTurnCollector(
             env_with(MCPTools(opens)), engine, [ITEM], episodes_per_batch=3, max_staleness=1

@@ -33,11 +33,9 @@ from torchrl.envs.llm.transforms import (
 )
 from torchrl.envs.utils import check_env_specs
 
-from tests.chat.families import QWEN25
-from tests.chat.families_in_play import tokenizer_of
-from tests.collectors.scripted import ScriptedEngine
+from tests.envs.speaking import collected, speaker
 from tests.waiting import PATIENCE
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.envs import ChatEnvAdapter, calculate
 from torchrl_mt.envs.torchrl_data import with_entries
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -666,17 +664,6 @@ def test_what_carries_the_data_keeps_to_the_specs(transform):
 # The collector
 
 
-def engine_of(rule):
-    """An engine that answers by a rule on the text of the prompt."""
-    tokenizer = tokenizer_of(QWEN25)
-
-    def answer(prompt_ids):
-        text = rule(tokenizer.decode(prompt_ids)) + QWEN25.stop
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    return ScriptedEngine(tokenizer, answer)
-
-
 def compute_then_answer(prompt):
     """Run the sum once, then answer what the interpreter printed, or wrongly about 3."""
     printed = prompt.partition("successfully:\n")[2].partition("\n")[0]
@@ -688,18 +675,10 @@ def compute_then_answer(prompt):
 
 def test_the_collectors_ledger_of_a_chat_environment():
     before = set(children())
-    engine = engine_of(compute_then_answer)
+    engine = speaker(compute_then_answer)
     env = ChatEnvAdapter(lambda: tutor(persistent=True))
-    with MultiTurnCollector(
-        env,
-        engine,
-        ITEMS[2:4],
-        episodes_per_batch=4,
-        total_episodes=4,
-        group_size=2,
-        limits=Limits(max_turns=5),
-    ) as collector:
-        (batch,) = collector
+    limits = Limits(max_turns=5)
+    batch, _ = collected(env, engine, ITEMS[2:4], 4, group_size=2, limits=limits)
     assert batch.batch_size == (8,)
     assert batch["next", "reward"].flatten().tolist() == pytest.approx([0, 1, 0, 1, 0, 0.1, 0, 0.1])
     assert batch["next", "done"].flatten().tolist() == [False, True] * 4
@@ -726,11 +705,8 @@ def test_the_collector_without_data_goes_through_the_environments_data_set():
         env = ChatEnv.from_dataloader(DataLoader(ITEMS, shuffle=True), batch_size=(1,))
         return env.append_transform(PythonInterpreter()).append_transform(GSM8KRewardParser())
 
-    engine = engine_of(compute_then_answer)
-    with MultiTurnCollector(
-        ChatEnvAdapter(factory), engine, episodes_per_batch=10, group_size=2, total_episodes=10
-    ) as collector:
-        (batch,) = collector
+    engine = speaker(compute_then_answer)
+    batch, _ = collected(ChatEnvAdapter(factory), engine, number=10, group_size=2)
     ended = batch["next", "done"].flatten()
     rewards = batch["next", "reward"].flatten()[ended]
     assert rewards.tolist() == pytest.approx([1, 1, 1, 1, 1, 1, 0.1, 0.1, 1, 1])
