@@ -20,7 +20,7 @@ from tests.envs.speaking import adds, call, collected, says, speaker
 from tests.envs.test_tool_env import run
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
-from tests.waiting import wait_until
+from tests.waiting import in_thread, wait_until
 from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import MCPTools, ToolEnv, mcp_tools
 
@@ -361,16 +361,12 @@ def test_a_shutdown_closes_the_connections_of_running_episodes(opens, opened, ca
         collector = MultiTurnCollector(
             env_with(MCPTools(opens)), engine, [ITEM], episodes_per_batch=3, max_staleness=1
         )
-
-        def fails():
-            with pytest.raises(RuntimeError, match="shut down"):
-                next(iter(collector))
-
         with collector:
-            running = threading.Thread(target=fails)
-            running.start()
+            run = in_thread(lambda: next(iter(collector)))
             wait_until(lambda: len(asked) >= 3 and opened.now >= 3)
-        running.join()
+        error = run()
+    assert isinstance(error, RuntimeError)
+    assert "shut down" in str(error)
     assert opened.now == 0
     assert opened.ever >= 3
     assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -34,7 +34,7 @@ from torchrl.envs.llm.transforms import (
 from torchrl.envs.utils import check_env_specs
 
 from tests.envs.speaking import collected, speaker
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, in_thread
 from torchrl_mt.collectors import Limits
 from torchrl_mt.envs import ChatEnvAdapter, calculate
 from torchrl_mt.envs.torchrl_data import with_entries
@@ -547,16 +547,13 @@ def test_close_does_not_wait_for_the_step_under_way_which_closes_itself():
     slow = Slow()
     env = ChatEnvAdapter(slow)
     env.reset("hello")
-    steps = []
-    stepping = threading.Thread(target=lambda: steps.append(env.step("<tool>slow\n</tool>")))
-    stepping.start()
+    stepped = in_thread(env.step, "<tool>slow\n</tool>")
     assert slow.entered.wait(PATIENCE)
     env.close()
     env.close()
     assert slow.closed() == [0]
     slow.go_on.set()
-    stepping.join()
-    assert steps[0].messages[0]["content"].endswith("done")
+    assert stepped().messages[0]["content"].endswith("done")
     assert slow.closed() == [1]
     with pytest.raises(RuntimeError, match="reset"):
         env.step("hi")
@@ -566,15 +563,13 @@ def test_a_reset_after_a_close_during_a_step_has_an_environment():
     slow = Slow()
     env = ChatEnvAdapter(slow)
     env.reset("hello")
-    stepping = threading.Thread(target=env.step, args=["<tool>slow\n</tool>"])
-    stepping.start()
+    stepped = in_thread(env.step, "<tool>slow\n</tool>")
     assert slow.entered.wait(PATIENCE)
     env.close()
-    resetting = threading.Thread(target=env.reset, args=["again"])
-    resetting.start()
+    reset = in_thread(env.reset, "again")
     slow.go_on.set()
-    stepping.join()
-    resetting.join()
+    stepped()
+    reset()
     assert slow.closed() == [1, 0]
     assert not env.step("hi").done
     env.close()
@@ -592,12 +587,11 @@ def test_a_close_during_a_reset_closes_what_it_makes():
         return made[-1]
 
     env = ChatEnvAdapter(factory)
-    resetting = threading.Thread(target=env.reset, args=["hello"])
-    resetting.start()
+    reset = in_thread(env.reset, "hello")
     assert entered.wait(PATIENCE)
     env.close()
     go_on.set()
-    resetting.join()
+    reset()
     assert made[0].transform[-1].closed == 1
 
 
@@ -619,11 +613,8 @@ def test_whatever_meets_in_an_adapter_every_environment_is_closed_once(calls):
                 name, env.close
             )()
 
-    threads = [threading.Thread(target=call, args=[name]) for name in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for called in [in_thread(call, name) for name in calls]:
+        assert called() is None
     env.close()
     assert [environment.transform[-1].closed for environment in made] == [1] * len(made)
 

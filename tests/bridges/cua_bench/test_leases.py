@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from uuid import uuid4
 
 import pytest
 
 from tests.bridges.cua_bench.held_servers import taken
 from tests.tiers import few_or_many
+from tests.waiting import in_thread
 from torchrl_mt import server_load
 from torchrl_mt.bridges.cua_bench import leases
 from torchrl_mt.bridges.cua_bench.leases import lease
@@ -67,25 +67,15 @@ async def holds(servers, held, counts, seed):
 def test_a_server_has_one_holder_in_all_threads(servers, examples, monkeypatch):
     monkeypatch.setattr(leases, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(leases, "_LONGEST_PAUSE", 0.002)
-    held, counts, errors = set(), [], []
+    held, counts = set(), []
 
     async def many(seed):
         await asyncio.gather(
             *(holds(servers, held, counts, seed * 100 + i) for i in range(examples))
         )
 
-    def run(seed):
-        try:
-            asyncio.run(many(seed))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    ended = [in_thread(lambda seed: asyncio.run(many(seed)), seed) for seed in range(3)]
+    assert [outcome() for outcome in ended] == [None] * 3
     assert set(counts) == set(servers)
 
 

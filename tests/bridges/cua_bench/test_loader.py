@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bridges.cua_bench.loops import Plain, Scripted, answers, in_thread, play
+from tests.bridges.cua_bench.loops import Plain, Scripted, answers, play
 from tests.collectors.playing.worker_envs import Tells
 from tests.collectors.test_pages import code_of
 from tests.idle_clock import LIMIT, Loop
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader, slots, waiting
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
 from torchrl_mt.collectors.episode import Episode

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.bridges.collecting import collect
 from tests.tiers import examples
+from tests.waiting import in_thread
 from torchrl_mt.bridges.gymnasium import GymTextEnv
 from torchrl_mt.collectors import CollectorOptions, Limits
 
@@ -374,21 +374,13 @@ def test_an_environment_that_is_made_too_late_is_closed():
         return inner
 
     env = GymTextEnv(make, render=shown, parse=integer)
-    result = SimpleNamespace(error=None)
-
-    def reset():
-        try:
-            env.reset()
-        except RuntimeError as error:
-            result.error = error
-
-    thread = threading.Thread(target=reset)
-    thread.start()
+    reset = in_thread(env.reset)
     closing.wait()
     env.close()
     going_on.set()
-    thread.join()
-    assert "closed" in str(result.error)
+    error = reset()
+    assert isinstance(error, RuntimeError)
+    assert "closed" in str(error)
     assert inner.asked == ["close"]
 
 

@@ -10,7 +10,6 @@ import pickle
 import socket
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import pytest
@@ -211,11 +210,6 @@ def test_an_item_that_json_cannot_hold_is_refused(item):
 
 
 # ---- observations and actions of other servers --------------------------------------------------
-
-
-@dataclass
-class Seen:
-    text: str
 
 
 @pytest.mark.parametrize(

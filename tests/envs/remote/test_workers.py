@@ -18,7 +18,7 @@ import pytest
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.remote.worker_envs import Closes, Counts, GoesWrong
 from tests.envs.remote.workers_left import health, is_served, processes
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import OpenEnvEnv, create_workers
 from torchrl_mt.envs.remote import WorkerError
@@ -86,18 +86,13 @@ def test_workers_may_have_addresses_in_a_row():
 @pytest.mark.slow
 def test_any_thread_may_stop_a_worker_and_all_wait():
     workers = create(2)
-    stopped = []
 
     def stop():
         workers.stop()
-        stopped.append(processes())
+        return processes()
 
-    threads = [threading.Thread(target=stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert stopped == [[]] * 8
+    stopping = [in_thread(stop) for _ in range(8)]
+    assert [stopped() for stopped in stopping] == [[]] * 8
 
 
 @pytest.mark.slow
