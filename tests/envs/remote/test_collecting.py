@@ -6,28 +6,14 @@ import asyncio
 
 import pytest
 
+from tests.collectors.chats import Chat
 from tests.envs.some_tools import add
 from tests.envs.speaking import adds, collected, speaker
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.envs import OpenEnvEnv, TextEnv, TextStep, ToolEnv, serve
+from torchrl_mt.envs import OpenEnvEnv, ToolEnv, serve
 
 websockets = pytest.importorskip("websockets")
-
-
-class Count(TextEnv):
-    """Three turns, each of reward 1."""
-
-    inline = True
-
-    def reset(self, data=None):
-        self.turn = 0
-        return [{"role": "user", "content": "count"}]
-
-    def step(self, response):
-        self.turn += 1
-        said = [{"role": "user", "content": "go on"}]
-        return TextStep(said, reward=1.0, done=self.turn == 3)
 
 
 def engine():
@@ -35,9 +21,10 @@ def engine():
 
 
 def test_episodes_of_a_server_are_those_of_the_environment():
-    here, _ = collected(Count, engine(), [{"n": 1}], 8, group_size=2)
-    with serve(Count, max_sessions=3) as server:
-        there, stats = collected(OpenEnvEnv(server.url), engine(), [{"n": 1}], 8, group_size=2)
+    data = [{"turns": 3}]
+    here, _ = collected(Chat, engine(), data, 8, group_size=2)
+    with serve(Chat, max_sessions=3) as server:
+        there, stats = collected(OpenEnvEnv(server.url), engine(), data, 8, group_size=2)
         wait_until(lambda: server.sessions == 0)
     assert stats["rejected"] == 0
     for key in (
@@ -62,21 +49,21 @@ def test_tools_of_a_server_are_offered_and_called():
         assert batch["next", "reward"].flatten().tolist() == [0.0, 1.0] * 2
 
 
-class Hangs(Count):
+class Hangs(Chat):
     """Hangs if the item says so."""
 
     inline = False
 
     async def reset(self, data=None):
-        if data == "hang":
+        if data["hangs"]:
             await asyncio.Event().wait()
-        return Count.reset(self, data)
+        return super().reset(data)
 
 
 def test_a_call_that_hangs_is_a_timeout_of_the_episode_and_its_session_ends():
     with serve(Hangs) as server:
         env, settings = OpenEnvEnv(server.url), {"episodes_per_batch": 1, "total_episodes": 2}
-        limits, data = Limits(tool_timeout=0.1), ["hang", "play"]
+        limits, data = Limits(tool_timeout=0.1), [{"hangs": True}, {"hangs": False}]
         with MultiTurnCollector(env, engine(), data, limits=limits, **settings) as collector:
             assert len(list(collector)) == 2
             assert collector.stats()["rejected/tool_timeout"] >= 1

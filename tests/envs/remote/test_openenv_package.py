@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.envs.remote.served_envs import END, Asynchronous, Echo, Threaded
+from tests.served_app import served_app
 from tests.waiting import wait_until
 from torchrl_mt.envs import OpenEnvEnv, OpenEnvError, serve
 from torchrl_mt.envs.remote import session as client_session
@@ -107,30 +105,12 @@ def guessing(openenv):
     return record
 
 
-@contextmanager
-def running(app):
-    """The address of an application that uvicorn serves."""
-    import uvicorn
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="websockets-sansio"))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
-
-
 @pytest.fixture
 def address(openenv, guessing):
     app = openenv.create_app(
         guessing.Guessing, guessing.Guess, guessing.Hint, max_concurrent_envs=2
     )
-    with running(app) as url:
+    with served_app(app, ws="websockets-sansio") as url:
         yield url
         wait_until(lambda: not guessing.Guessing.open)
 
