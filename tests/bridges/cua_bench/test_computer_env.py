@@ -289,17 +289,14 @@ def test_old_pairs_become_lines(max_hist, written):
     assert forks == max(0, len(written) // max_hist - 1)
 
 
-def test_thoughts_stay_in_the_pairs_that_stay_whole(server):
-    async def main():
-        env = env_on(server, max_hist=1)
-        await env.reset(0)
-        said = {"role": "assistant", "content": acting("wait()"), "reasoning_content": "so"}
-        await env.step(said["content"], said)
-        step = await env.step(said["content"], said)
-        assert step.history[1] is said
-        await env.close()
-
-    asyncio.run(main())
+async def test_thoughts_stay_in_the_pairs_that_stay_whole(server):
+    env = env_on(server, max_hist=1)
+    await env.reset(0)
+    said = {"role": "assistant", "content": acting("wait()"), "reasoning_content": "so"}
+    await env.step(said["content"], said)
+    step = await env.step(said["content"], said)
+    assert step.history[1] is said
+    await env.close()
 
 
 # ---- copies -------------------------------------------------------------------------------------

@@ -97,17 +97,19 @@ async def play(env, *responses, data=None):
         await env.close()
 
 
+@asynccontextmanager
+async def at(fake, **options):
+    """An environment at a fake server."""
+    async with fake.running() as url:
+        yield OpenEnvEnv(url, **options)
+
+
 def run(fake, *responses, data=None, **options):
     """An episode in a fake server."""
-    return at(fake, lambda env: play(env, *responses, data=data), **options)
-
-
-def at(fake, play, **options):
-    """Run a coroutine of an environment at a fake server."""
 
     async def main():
-        async with fake.running() as url:
-            return await play(OpenEnvEnv(url, **options))
+        async with at(fake, **options) as env:
+            return await play(env, *responses, data=data)
 
     return asyncio.run(main())
 
@@ -304,10 +306,9 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("answer", MALFORMED)
-def test_an_answer_that_is_not_understood_ends_the_session(answer):
+async def test_an_answer_that_is_not_understood_ends_the_session(answer):
     fake = Fake(answer)
-
-    async def check(env):
+    async with at(fake) as env:
         await env.reset()
         with pytest.raises(OpenEnvProtocolError, match=r"^step at ws://127.0.0.1:\d+/ws failed: "):
             await env.step("a")
@@ -315,8 +316,6 @@ def test_an_answer_that_is_not_understood_ends_the_session(answer):
             await env.step("b")
         await fake.gone()
         assert fake.connections == 1
-
-    at(fake, check)
 
 
 def test_text_that_is_no_text_ends_the_session():
@@ -327,20 +326,18 @@ def test_text_that_is_no_text_ends_the_session():
         run(Fake(garble), "a")
 
 
-def test_an_answer_that_comes_twice_is_not_that_of_the_next_question():
+async def test_an_answer_that_comes_twice_is_not_that_of_the_next_question():
     async def twice(connection):
         await connection.send(observed(**NOTHING, reward=1.0))
         return observed(**NOTHING, reward=1.0)
 
-    async def check(env):
+    async with at(Fake(twice, NOTHING)) as env:
         await env.reset()
         assert (await env.step("a")).reward == 1.0
         while not env._session._connection.recv_messages.frames:
             await asyncio.sleep(0.001)
         with pytest.raises(OpenEnvProtocolError, match="unasked"):
             await env.step("b")
-
-    at(Fake(twice, NOTHING), check)
 
 
 def test_an_opening_that_is_not_understood_ends_the_session():
@@ -390,10 +387,9 @@ async def leave(connection):
 @pytest.mark.parametrize(
     ("answer", "why"), [(vanish, "connection broke"), (leave, "4321 good night")]
 )
-def test_a_lost_session_is_never_replaced(answer, why):
+async def test_a_lost_session_is_never_replaced(answer, why):
     fake = Fake(OPENING, answer)
-
-    async def check(env):
+    async with at(fake) as env:
         await env.reset()
         await env.step("a")
         with pytest.raises(OpenEnvConnectionError, match=why):
@@ -406,8 +402,6 @@ def test_a_lost_session_is_never_replaced(answer, why):
         await env.reset()  # another episode
         assert fake.connections == 2
         await env.close()
-
-    at(fake, check)
 
 
 def test_an_idle_session_is_lost_by_that_name():
@@ -422,10 +416,9 @@ def test_an_idle_session_is_lost_by_that_name():
         asyncio.run(main(server.url))
 
 
-def test_a_late_answer_is_never_that_of_a_later_question():
+async def test_a_late_answer_is_never_that_of_a_later_question():
     fake = Fake(None)
-
-    async def check(env):
+    async with at(fake, timeout=0.05) as env:
         await env.reset()
         with pytest.raises(OpenEnvTimeoutError, match=r"no reply within 0.05 seconds"):
             await env.step("a")
@@ -434,17 +427,14 @@ def test_a_late_answer_is_never_that_of_a_later_question():
         await fake.gone()
         assert len(fake.requests) == 2
 
-    at(fake, check, timeout=0.05)
-
 
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_a_cancelled_call_ends_its_session(call):
+async def test_a_cancelled_call_ends_its_session(call):
     async def silent(connection):
         asked.set()
 
     asked, fake = asyncio.Event(), Fake(silent, resets=silent if call == "reset" else OPENING)
-
-    async def check(env):
+    async with at(fake) as env:
         if call == "step":
             await env.reset()
         task = asyncio.create_task(env.reset() if call == "reset" else env.step("a"))
@@ -457,22 +447,17 @@ def test_a_cancelled_call_ends_its_session(call):
             await env.step("b")
         assert not any(each.running for each in session_module._servers.values())
 
-    at(fake, check)
 
-
-def test_a_server_that_does_not_take_leave_holds_nobody_up(monkeypatch):
+async def test_a_server_that_does_not_take_leave_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(session_module, "_GOODBYE_SECONDS", 0.05)
 
     async def sleep(connection):
         connection.transport.pause_reading()
         return observed(**NOTHING, done=True)
 
-    async def main():
-        fake = Fake(sleep)
-        async with fake.running(close_timeout=0.1) as url:
-            assert (await play(OpenEnvEnv(url), "a"))[1].done
-
-    asyncio.run(main())
+    fake = Fake(sleep)
+    async with fake.running(close_timeout=0.1) as url:
+        assert (await play(OpenEnvEnv(url), "a"))[1].done
 
 
 # ---- servers that are full or not there ---------------------------------------------------------
@@ -501,23 +486,20 @@ def test_an_episode_waits_for_room(refusal, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("status", "waits"), [(s, s in (429, 503)) for s in (429, 503, 401, 404, 502)]
 )
-def test_the_status_of_a_refused_handshake(status, waits, monkeypatch):
+async def test_the_status_of_a_refused_handshake(status, waits, monkeypatch):
     monkeypatch.setattr(session_module, "_FIRST_PAUSE", 0.001)
     refusals = [status] * 3
 
     def process_request(connection, request):
         return connection.respond(refusals.pop(), "because") if refusals else None
 
-    async def main():
-        async with Fake().running(process_request=process_request) as url:
-            if waits:
-                await play(OpenEnvEnv(url))
-                assert not refusals
-                return
-            with pytest.raises(OpenEnvConnectionError, match=f"status {status}: because"):
-                await OpenEnvEnv(url).reset()
-
-    asyncio.run(main())
+    async with Fake().running(process_request=process_request) as url:
+        if waits:
+            await play(OpenEnvEnv(url))
+            assert not refusals
+            return
+        with pytest.raises(OpenEnvConnectionError, match=f"status {status}: because"):
+            await OpenEnvEnv(url).reset()
 
 
 def test_one_at_a_time_asks_a_full_server_again(monkeypatch):
@@ -557,30 +539,24 @@ def unused_port():
         return listening.getsockname()[1]
 
 
-def test_a_session_goes_where_the_fewest_are():
-    async def main():
-        fakes = [Fake(), Fake(), Fake()]
-        async with fakes[0].running() as a, fakes[1].running() as b, fakes[2].running() as c:
-            urls = [f"http://127.0.0.1:{unused_port()}", a, b, c]
-            envs = [OpenEnvEnv(urls) for _ in range(9)]
-            await asyncio.gather(*(env.reset() for env in envs))
-            assert [fake.open for fake in fakes] == [3, 3, 3]
-            await asyncio.gather(*(env.close() for env in envs))
-            assert not any(each.running for each in session_module._servers.values())
-
-    asyncio.run(main())
+async def test_a_session_goes_where_the_fewest_are():
+    fakes = [Fake(), Fake(), Fake()]
+    async with fakes[0].running() as a, fakes[1].running() as b, fakes[2].running() as c:
+        urls = [f"http://127.0.0.1:{unused_port()}", a, b, c]
+        envs = [OpenEnvEnv(urls) for _ in range(9)]
+        await asyncio.gather(*(env.reset() for env in envs))
+        assert [fake.open for fake in fakes] == [3, 3, 3]
+        await asyncio.gather(*(env.close() for env in envs))
+        assert not any(each.running for each in session_module._servers.values())
 
 
-def test_a_server_that_is_full_is_left_for_another():
-    async def main():
-        full, free = Fake(resets=error("CAPACITY_REACHED")), Fake()
-        async with full.running() as a, free.running() as b:
-            for _ in range(3):
-                await play(OpenEnvEnv([a, b]))
-            assert full.connections <= 1  # then it was asked last
-            assert free.connections == 3
-
-    asyncio.run(main())
+async def test_a_server_that_is_full_is_left_for_another():
+    full, free = Fake(resets=error("CAPACITY_REACHED")), Fake()
+    async with full.running() as a, free.running() as b:
+        for _ in range(3):
+            await play(OpenEnvEnv([a, b]))
+        assert full.connections <= 1  # then it was asked last
+        assert free.connections == 3
 
 
 def test_a_server_that_is_not_there_rejects_the_episode():
@@ -667,7 +643,7 @@ def test_an_episode_on_two_event_loops_is_named():
 
 
 @pytest.mark.parametrize("place", ["ws://127.0.0.1:9/ws", "http://elsewhere/ws", "http://["])
-def test_redirects_are_not_followed(place):
+async def test_redirects_are_not_followed(place):
     """Headers may have secrets that are for this server alone."""
 
     def move(connection, request):
@@ -675,14 +651,11 @@ def test_redirects_are_not_followed(place):
         response.headers["Location"] = place
         return response
 
-    async def main():
-        async with serve_websockets(None, "127.0.0.1", 0, process_request=move) as made:
-            port = made.sockets[0].getsockname()[1]
-            env = OpenEnvEnv(f"http://127.0.0.1:{port}", headers={"X-Key": "secret"})
-            with pytest.raises(OpenEnvConnectionError, match="give that address"):
-                await env.reset({})
-
-    asyncio.run(main())
+    async with serve_websockets(None, "127.0.0.1", 0, process_request=move) as made:
+        port = made.sockets[0].getsockname()[1]
+        env = OpenEnvEnv(f"http://127.0.0.1:{port}", headers={"X-Key": "secret"})
+        with pytest.raises(OpenEnvConnectionError, match="give that address"):
+            await env.reset({})
 
 
 def test_images_of_served_environments_arrive_as_files():

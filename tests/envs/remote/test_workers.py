@@ -96,17 +96,13 @@ def test_any_thread_may_stop_a_worker_and_all_wait():
 
 
 @pytest.mark.slow
-def test_environments_are_closed_where_workers_stop(tmp_path):
+async def test_environments_are_closed_where_workers_stop(tmp_path):
     file = tmp_path / "closed"
-
-    async def play():
-        async with await create_workers(1, Closes, timeout=PATIENCE) as workers:
-            await OpenEnvEnv(workers.urls, timeout=PATIENCE).reset({"file": str(file)})
-            assert health(workers[0].api_url)["sessions"] == 1
-            assert not file.exists()
-        assert file.exists()
-
-    asyncio.run(play())
+    async with await create_workers(1, Closes, timeout=PATIENCE) as workers:
+        await OpenEnvEnv(workers.urls, timeout=PATIENCE).reset({"file": str(file)})
+        assert health(workers[0].api_url)["sessions"] == 1
+        assert not file.exists()
+    assert file.exists()
 
 
 # ---- workers that die ---------------------------------------------------------------------------
@@ -214,22 +210,18 @@ def test_a_start_that_hangs_is_given_up(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "with processes"])
-def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
+async def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
     flag = tmp_path / "flag"
     flag.touch()
     before, running = leftovers(), len(processes())
-
-    async def play():
-        start = asyncio.ensure_future(create_workers(2, GoesWrong(flag, "hang"), timeout=PATIENCE))
-        await asyncio.sleep(0)
-        while when == "with processes" and len(processes()) < running + 2:
-            await asyncio.sleep(0.01)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        assert [left for left in leftovers() if left not in before] == []
-
-    asyncio.run(play())
+    start = asyncio.ensure_future(create_workers(2, GoesWrong(flag, "hang"), timeout=PATIENCE))
+    await asyncio.sleep(0)
+    while when == "with processes" and len(processes()) < running + 2:
+        await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [left for left in leftovers() if left not in before] == []
 
 
 # ---- the end of the parent ----------------------------------------------------------------------
