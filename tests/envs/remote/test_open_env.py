@@ -129,22 +129,17 @@ def test_a_served_environment_is_played_as_at_home(env):
         wait_until(lambda: server.sessions == 0)
 
 
-def test_tools_messages_and_whole_texts_arrive():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_tools_messages_and_whole_texts_arrive():
+    with serve(Shop) as server:
+        env = OpenEnvEnv(server.url)
         assert not env.whole_text
         await env.reset()
         assert env.tool_schemas[0]["function"]["name"] == "buy"
         assert env.whole_text
-        step = await env.step(
-            "all of it", {"role": "assistant", "content": "a", "tool_calls": [{}]}
-        )
+        said = {"role": "assistant", "content": "a", "tool_calls": [{}]}
+        step = await env.step("all of it", said)
         await env.reset()
         assert (await env.step("alone")).messages[0]["content"] == "alone/alone/0"
-        return step
-
-    with serve(Shop) as server:
-        step = asyncio.run(main(server.url))
     assert step.messages == [{"role": "tool", "content": "all of it/a/1"}]
     assert (step.done, step.truncated) == (True, True)
 
@@ -169,12 +164,12 @@ def test_other_servers_are_told_no_step_ids():
     assert [set(request) for request in fake.requests[1:3]] == [{"type", "data"}] * 2
 
 
-def test_copies_share_no_session():
-    async def main(url):
-        class Mine(OpenEnvEnv):
-            pass
+async def test_copies_share_no_session():
+    class Mine(OpenEnvEnv):
+        pass
 
-        env = Mine([url, url])
+    with serve(Echo) as server:
+        env = Mine([server.url, server.url])
         env.more = [1]
         await env.reset(1)
         other = copy.deepcopy(env)
@@ -186,22 +181,16 @@ def test_copies_share_no_session():
         await other.reset(2)
         assert (await env.step("a")).info == (await other.step("a")).info == {"heard": 1}
         await asyncio.gather(env.close(), other.close(), copy.deepcopy(env).close())
-
-    with serve(Echo) as server:
-        asyncio.run(main(server.url))
         wait_until(lambda: server.sessions == 0)
 
 
-def test_an_environment_may_be_reset_again():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_an_environment_may_be_reset_again():
+    with serve(Echo, max_sessions=1) as server:
+        env = OpenEnvEnv(server.url)
         for item in range(3):
             assert (await env.reset(item))[0]["content"] == f"item: {item}"
             await env.step("a")
         await env.close()
-
-    with serve(Echo, max_sessions=1) as server:
-        asyncio.run(main(server.url))
         wait_until(lambda: server.sessions == 0)
 
 
@@ -404,16 +393,13 @@ async def test_a_lost_session_is_never_replaced(answer, why):
         await env.close()
 
 
-def test_an_idle_session_is_lost_by_that_name():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_an_idle_session_is_lost_by_that_name():
+    with serve(Echo, idle_timeout=0.01) as server:
+        env = OpenEnvEnv(server.url)
         await env.reset()
         await env._session._connection.wait_closed()
         with pytest.raises(OpenEnvConnectionError, match=r"was lost.*4408 idle for 0.01 seconds"):
             await env.step("a")
-
-    with serve(Echo, idle_timeout=0.01) as server:
-        asyncio.run(main(server.url))
 
 
 async def test_a_late_answer_is_never_that_of_a_later_question():
