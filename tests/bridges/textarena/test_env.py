@@ -13,6 +13,7 @@ import sys
 import threading
 import zlib
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -457,82 +458,55 @@ def test_an_opponent_may_end_the_game():
     assert (step.terminated, step.info["rewards"]) == (True, {0: 0.0, 1: 0.25, 2: 0.5})
 
 
-def dice(*moves, name="Dice-v0", data=None, **arguments):
-    """Play a game."""
-    return asyncio.run(play(TextArenaEnv(name, **arguments), data or {"seed": 1}, moves))
-
-
-def unjudged(end):
-    register("Unjudged-v0", lambda: Dice(end=end))
-    return dice("end", name="Unjudged-v0")
-
-
 ANY = {"opponents": plays, "player_id": None}
+DATA = r"^(data|player_id).*\.$"
+UNJUDGED = {f"Unjudged{k}-v0": end for k, end in enumerate(({1: 0.5}, {0: "Lost."}, {0: None}))}
+"""Games that end without a reward for the first player."""
+for name, end in UNJUDGED.items():
+    register(name, partial(Dice, end=end))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        *(
-            (lambda data=data: dice(data=data, **ANY), error, r"(data|player_id).*\.$")
-            for data, error in [
-                (7, TypeError),
-                ({"seed": "a"}, TypeError),
-                ({"sed": 3}, ValueError),
-                ({"seed": 1, "player_id": 2}, ValueError),
-                ({"seed": 1, "player_id": "1"}, ValueError),
-            ]
-        ),
+        ({"data": 7, **ANY}, TypeError, DATA),
+        ({"data": {"seed": "a"}, **ANY}, TypeError, DATA),
+        ({"data": {"sed": 3}, **ANY}, ValueError, DATA),
+        ({"data": {"seed": 1, "player_id": 2}, **ANY}, ValueError, DATA),
+        ({"data": {"seed": 1, "player_id": "1"}, **ANY}, ValueError, DATA),
         (
-            lambda: dice(data={"seed": 1, "player_id": 1}, opponents=plays),
+            {"data": {"player_id": 1}},
             ValueError,
             r"data\['player_id'\] must be 0,.*got 1: .*None.*\.$",
         ),
-        *(
-            (lambda arguments=arguments: dice(**arguments), error, message)
-            for arguments, error, message in [
-                ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
-                ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
-                ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
-                (
-                    {"opponents": plays, "player_id": 2},
-                    ValueError,
-                    "player_id must be one of the 2",
-                ),
-                ({"player_id": True}, ValueError, "player_id"),
-                ({"num_players": 0}, ValueError, "num_players"),
-                ({"colour": "red"}, TypeError, "colour"),
-                ({"name": "No"}, ValueError, "env_id must be a registered game of .* got 'No'"),
-                (
-                    {"name": "TicTacToe-v0"},
-                    ValueError,
-                    r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
-                ),
-                (
-                    {"opponents": lambda seen: "end", "player_id": 1},
-                    RuntimeError,
-                    "over before the first turn of the model's player 1: so",
-                ),
-            ]
-        ),
+        ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
+        ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
+        ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
+        ({"opponents": plays, "player_id": 2}, ValueError, "player_id must be one of the 2"),
+        ({"player_id": True}, ValueError, "player_id"),
+        ({"num_players": 0}, ValueError, "num_players"),
+        ({"colour": "red"}, TypeError, "colour"),
+        ({"name": "No"}, ValueError, "env_id must be a registered game of .* got 'No'"),
         (
-            lambda: dice("go", opponents=lambda seen: 4),
-            TypeError,
-            r"opponents must return a move.* got 4 .* player 1\.$",
+            {"name": "TicTacToe-v0"},
+            ValueError,
+            r"not begin with num_players=1 .* received 1\. Oppon",
         ),
+        ({"opponents": lambda _: "end", "player_id": 1}, RuntimeError, "model's player 1: so"),
+        ({"opponents": lambda _: 4}, TypeError, r"must return a move.* got 4 .* player 1\.$"),
         *(
-            (
-                lambda end=end: unjudged(end),
-                ValueError,
-                "ended without a reward for player 0: its re",
-            )
-            for end in ({1: 0.5}, {0: "You lost."}, {0: None})
+            ({"name": name}, ValueError, "without a reward for player 0: its re")
+            for name in UNJUDGED
         ),
     ],
 )
-def test_wrong_calls_are_refused(call, error, message):
+def test_wrong_calls_are_refused(arguments, error, message):
+    arguments = {"name": "Dice-v0", "data": {"seed": 1}, **arguments}
+    name, data = arguments.pop("name"), arguments.pop("data")
     with pytest.raises(error, match=message):
-        call()
+        asyncio.run(
+            play(TextArenaEnv(name, **arguments), data, ["end" if name in UNJUDGED else "go"])
+        )
 
 
 def test_a_missing_library_is_named(monkeypatch):
