@@ -490,10 +490,10 @@ for name, end in UNJUDGED.items():
         (
             {"name": "TicTacToe-v0"},
             ValueError,
-            r"not begin with num_players=1 .* received 1\. Oppon",
+            r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
         ),
         ({"opponents": lambda _: "end", "player_id": 1}, RuntimeError, "model's player 1: so"),
-        ({"opponents": lambda _: 4}, TypeError, r"must return a move.* got 4 .* player 1\.$"),
+        ({"opponents": lambda _: 4}, TypeError, r"opponents must return .* got 4 .* player 1\.$"),
         *(
             ({"name": name}, ValueError, "without a reward for player 0: its re")
             for name in UNJUDGED
