@@ -137,13 +137,9 @@ class Pages:
 
 
 @pytest.mark.parametrize("by", ["cursor", "params"])
-def test_all_pages_of_a_list_are_read(by):
+async def test_all_pages_of_a_list_are_read(by):
     """The names of fields are those of mcp 1."""
-
-    async def play():
-        return await closing(env_with(Pages(by)), says("", call("t0"), call("t2", id="2")))
-
-    (step,) = run(play())
+    (step,) = await closing(env_with(Pages(by)), says("", call("t0"), call("t2", id="2")))
     assert [m["content"] for m in step.messages] == ['{"n": 1}', "file:///a\nwhole"]
 
 
@@ -202,15 +198,12 @@ class Tells:
         return await self.session.call_tool(name, arguments)
 
 
-def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, opened):
-    async def play():
-        env = env_with(MCPTools(opens))
-        for k in range(3):
-            await env.reset(ITEM)
-            assert (opened.now, opened.ever) == (1, k + 1)
-        await env.close()
-
-    run(play())
+async def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, opened):
+    env = env_with(MCPTools(opens))
+    for k in range(3):
+        await env.reset(ITEM)
+        assert (opened.now, opened.ever) == (1, k + 1)
+    await env.close()
     assert opened.now == 0
 
 
@@ -226,13 +219,10 @@ def test_an_open_session_is_shared_and_used_where_it_was_opened(opens, opened):
     assert (opened.now, opened.ever) == (0, 1)
 
 
-def test_a_session_is_used_directly_in_its_own_loop(opens):
-    async def main():
-        async with opens() as session:
-            (step,) = await closing(env_with(MCPTools(session)), says("", call("add", a=3, b=4)))
-            return step.messages[0]["content"]
-
-    assert run(main()) == "7"
+async def test_a_session_is_used_directly_in_its_own_loop(opens):
+    async with opens() as session:
+        (step,) = await closing(env_with(MCPTools(session)), says("", call("add", a=3, b=4)))
+        assert step.messages[0]["content"] == "7"
 
 
 def test_an_open_session_without_its_loop_is_refused(opens):
@@ -326,7 +316,7 @@ def test_a_session_that_fails_to_close_leaves_no_other_open(opens, opened):
         assert opened.now == 0
 
 
-def test_opening_is_given_up_with_the_episode(opens, opened):
+async def test_opening_is_given_up_with_the_episode(opens, opened):
     entered, left = threading.Event(), threading.Event()
 
     @asynccontextmanager
@@ -339,17 +329,14 @@ def test_opening_is_given_up_with_the_episode(opens, opened):
                 left.set()
         yield
 
-    async def main():
-        env = env_with(MCPTools(never))
-        reset = asyncio.ensure_future(env.reset(ITEM))
-        while not entered.is_set():
-            await asyncio.sleep(0)
-        reset.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reset
-        await env.close()
-
-    asyncio.run(main())
+    env = env_with(MCPTools(never))
+    reset = asyncio.ensure_future(env.reset(ITEM))
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    reset.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reset
+    await env.close()
     assert left.is_set()
     assert opened.now == 0
 
@@ -402,18 +389,10 @@ def test_a_program_for_every_episode(opener):
 
 
 @pytest.mark.slow
-def test_a_program_that_dies_is_told():
+async def test_a_program_that_dies_is_told():
     env = env_with(MCPTools(lambda: Client(PROGRAM)))
     asked = [says("", call(name)) for name in ("whereabouts", "die", "whereabouts")]
-
-    async def play():
-        await env.reset(ITEM)
-        out = [await env.step("", message) for message in asked]
-        last = await env.step("7", says("7"))
-        await env.close()
-        return out, last
-
-    out, last = asyncio.run(play())
+    *out, last = await closing(env, *asked, says("7"))
     told = [step.messages[0]["content"] for step in out]
     assert int(told[0]) != os.getpid()
     assert told[1].startswith("error: die raised ")

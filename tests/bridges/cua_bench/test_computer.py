@@ -235,7 +235,7 @@ def test_a_server_that_failed_is_set_aside_until_an_episode_has_no_fault(server,
 
 
 @pytest.mark.parametrize("at", ["/reset", "/step"])
-def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
+async def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
     """What a server still does would otherwise hit the next episode."""
     gate = threading.Event()
     slow = after(gate.wait, answered)
@@ -245,27 +245,24 @@ def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
         while len(server.seen) < number:
             await asyncio.sleep(0.001)
 
-    async def main():
-        first, second = env_on(server), env_on(server)
-        playing = asyncio.ensure_future(step_and_wait(first))
-        await seen(1 if at == "/reset" else 2)
-        following = asyncio.ensure_future(second.reset(1))
-        playing.cancel()
-        await asyncio.wait([playing])
-        closing = asyncio.ensure_future(first.close())
-        await asyncio.sleep(0.02)
-        assert len(server.seen) == (1 if at == "/reset" else 2)
-        gate.set()
-        await closing
-        await following
-        await second.step(acting("done()"))
-        await second.close()
-
     async def step_and_wait(env):
         await env.reset(0)
         await env.step(acting("key(a)"))
 
-    asyncio.run(main())
+    first, second = env_on(server), env_on(server)
+    playing = asyncio.ensure_future(step_and_wait(first))
+    await seen(1 if at == "/reset" else 2)
+    following = asyncio.ensure_future(second.reset(1))
+    playing.cancel()
+    await asyncio.wait([playing])
+    closing = asyncio.ensure_future(first.close())
+    await asyncio.sleep(0.02)
+    assert len(server.seen) == (1 if at == "/reset" else 2)
+    gate.set()
+    await closing
+    await following
+    await second.step(acting("done()"))
+    await second.close()
     paths = [path for path, _ in server.asked]
     assert paths == [
         *(["/reset"] if at == "/reset" else ["/reset", "/step"]),
