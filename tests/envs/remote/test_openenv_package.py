@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,25 +20,20 @@ pytest.importorskip("websockets")
 pytestmark = pytest.mark.slow  # importing openenv takes seconds
 
 
-class Package:
-    """What the tests use of openenv; the places are the same in openenv and openenv-core."""
-
-    def __init__(self) -> None:
-        from openenv.core.client_types import StepResult
-        from openenv.core.env_client import EnvClient
-        from openenv.core.env_server import types
-        from openenv.core.env_server.http_server import create_app
-        from openenv.core.env_server.interfaces import Environment
-        from openenv.core.generic_client import GenericEnvClient
-
-        self.StepResult, self.EnvClient, self.types = StepResult, EnvClient, types
-        self.create_app, self.Environment = create_app, Environment
-        self.GenericEnvClient = GenericEnvClient
-
-
 @pytest.fixture(scope="module")
 def openenv():
-    return Package()
+    """What the tests use of openenv; the places are the same in openenv and openenv-core."""
+    from openenv.core.client_types import StepResult
+    from openenv.core.env_client import EnvClient
+    from openenv.core.env_server import types
+    from openenv.core.env_server.http_server import create_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.generic_client import GenericEnvClient
+
+    return SimpleNamespace(
+        StepResult=StepResult, EnvClient=EnvClient, types=types, create_app=create_app,
+        Environment=Environment, GenericEnvClient=GenericEnvClient,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +92,7 @@ def guessing(openenv):
         def _parse_state(self, payload):
             return types.State(**payload)
 
-    class Record:
-        pass
-
-    record: Any = Record()
-    record.Guess, record.Hint, record.Guessing, record.Client = Guess, Hint, Guessing, Client
-    return record
+    return SimpleNamespace(Guess=Guess, Hint=Hint, Guessing=Guessing, Client=Client)
 
 
 @pytest.fixture
