@@ -41,7 +41,7 @@ _logger = logging.getLogger("torchrl_mt")
 class _Refusal(Exception):
     """A request is answered with an error."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.EXECUTION_ERROR) -> None:
         super().__init__(message)
         self.code = code
 
@@ -111,7 +111,7 @@ class ServedSession:
             if not isinstance(env, TextEnv):
                 self._log(f"make_env must make a TextEnv, got {type(env).__name__}")
                 raise _Refusal(
-                    ErrorCode.FACTORY_ERROR, f"make_env must make a TextEnv, got {shown(env)}."
+                    f"make_env must make a TextEnv, got {shown(env)}.", ErrorCode.FACTORY_ERROR
                 )
         except _Refusal as refusal:
             await dismiss(self._connection, error_message(refusal.code, str(refusal)))
@@ -209,13 +209,12 @@ class ServedSession:
         """Refuse a step that must not be executed."""
         if step_id is not None and step_id in self._used_ids:
             raise _Refusal(
-                ErrorCode.VALIDATION_ERROR,
                 f"step_id {step_id!r} is that of an earlier step; only the last one is answered again.",
+                ErrorCode.VALIDATION_ERROR,
             )
         if not self._playing:
             raise _Refusal(
-                ErrorCode.EXECUTION_ERROR,
-                "no episode is under way: send a reset before the first step and after the last.",
+                "no episode is under way: send a reset before the first step and after the last."
             )
 
     async def _executed(self, response: str, said: Mapping[str, Any] | None) -> str:
@@ -228,9 +227,7 @@ class ServedSession:
         step = await self._ask(env, env.step, *args)
         name = type(env).__name__
         if not isinstance(step, TextStep):
-            raise _Refusal(
-                ErrorCode.EXECUTION_ERROR, f"{name}.step must return a TextStep, got {shown(step)}."
-            )
+            raise _Refusal(f"{name}.step must return a TextStep, got {shown(step)}.")
         observation: dict[str, Any] = {"messages": _messages(env, "step", step.messages)}
         if step.history is not None:
             observation["history"] = _messages(env, "step", step.history)
@@ -269,7 +266,7 @@ class ServedSession:
             if isinstance(error, asyncio.CancelledError) and self._gives_up:
                 raise
             self._log(f"{what} raised {type(error).__name__}", error)
-            raise _Refusal(code, f"{what} raised {type(error).__name__}: {error}") from None
+            raise _Refusal(f"{what} raised {type(error).__name__}: {error}", code) from None
 
     def _log(self, what: str, error: BaseException | None = None) -> None:
         """Log the first failure of a kind; clients are told of each."""
@@ -323,18 +320,18 @@ def _checked(raw: str | bytes) -> tuple[str, Mapping[str, Any]]:
             raise ValueError("a message must be text, got a binary frame")
         message = read_json(raw)
     except ValueError as error:
-        raise _Refusal(ErrorCode.INVALID_JSON, f"Invalid JSON: {str(error)[:200]}.") from None
+        raise _Refusal(f"Invalid JSON: {str(error)[:200]}.", ErrorCode.INVALID_JSON) from None
     if not isinstance(message, dict):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"a message must be a JSON object with 'type', got {shown(message)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     kind = message.get("type")
     allowed = {"reset": {"data"}, "step": {"data", "step_id"}, "state": set(), "close": set()}
     if not isinstance(kind, str) or kind not in allowed:
         raise _Refusal(
-            ErrorCode.UNKNOWN_TYPE,
             f"Unknown message type: {str(kind)[:80]!r}; the types are {', '.join(allowed)}.",
+            ErrorCode.UNKNOWN_TYPE,
         )
     step_id = message.get("step_id", 0)
     if (
@@ -343,14 +340,14 @@ def _checked(raw: str | bytes) -> tuple[str, Mapping[str, Any]]:
         or len(str(step_id)) > _LONGEST_ID
     ):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"step_id must be a number or a string of at most {_LONGEST_ID} characters, got "
             f"{shown(step_id)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     unknown = sorted(message.keys() - allowed[kind] - {"type"})
     if unknown:
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR, f"a {kind} message has no key {unknown[0][:80]!r}."
+            f"a {kind} message has no key {unknown[0][:80]!r}.", ErrorCode.VALIDATION_ERROR
         )
     return kind, message
 
@@ -360,8 +357,8 @@ def _data(message: Mapping[str, Any]) -> Mapping[str, Any]:
     data = message.get("data", {} if message["type"] == "reset" else None)
     if not isinstance(data, dict):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"data of a {message['type']} must be a JSON object, got {shown(data)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     return data
 
@@ -379,8 +376,8 @@ def _action(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
     else:
         return response, said
     raise _Refusal(
-        ErrorCode.VALIDATION_ERROR,
         f'an action must have {wrong}: {{"response": "what the model said"}}.',
+        ErrorCode.VALIDATION_ERROR,
     )
 
 
@@ -390,15 +387,15 @@ def _messages(env: TextEnv, method: str, value: Any) -> list[Any]:
     try:
         check_list(expected, value)
     except TypeError as error:
-        raise _Refusal(ErrorCode.EXECUTION_ERROR, str(error)) from None
+        raise _Refusal(str(error)) from None
     messages = list(value)
     for message in messages:
         if not isinstance(message, Mapping):
-            raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, got {shown(message)} in it.")
+            raise _Refusal(f"{expected}, got {shown(message)} in it.")
     try:
         return with_data_uris(messages)
     except (TypeError, ValueError) as error:
-        raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, but {error}") from None
+        raise _Refusal(f"{expected}, but {error}") from None
 
 
 def _reward(env: TextEnv, value: Any) -> float:
@@ -406,8 +403,7 @@ def _reward(env: TextEnv, value: Any) -> float:
     reward = finite_number(value)
     if reward is None:
         raise _Refusal(
-            ErrorCode.EXECUTION_ERROR,
-            f"the reward of {type(env).__name__}.step must be a finite number, got {shown(value)}.",
+            f"the reward of {type(env).__name__}.step must be a finite number, got {shown(value)}."
         )
     return reward
 
@@ -418,6 +414,5 @@ def _written(env: TextEnv, method: str, answer: Mapping[str, Any]) -> str:
         return write({"type": "observation", "data": answer})
     except (TypeError, ValueError) as error:
         raise _Refusal(
-            ErrorCode.EXECUTION_ERROR,
-            f"what {type(env).__name__}.{method} returns must be fit for JSON: {error}.",
+            f"what {type(env).__name__}.{method} returns must be fit for JSON: {error}."
         ) from None
