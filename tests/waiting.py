@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PATIENCE = 1800.0
 """Seconds after which a test that hangs is given up; nothing else may depend on it."""
@@ -20,6 +21,26 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "this did not happen"
         time.sleep(0.002)
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Call a function in a thread; the result is a function that waits for its value or its error."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(function(*args))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(PATIENCE)
+        return outcome[0]
+
+    return wait
 
 
 @contextmanager

@@ -182,6 +182,24 @@ def check_positive_finite(name: str, value: float) -> None:
     check_positive(name, value)
 
 
+def check_list(expected: str, value: object) -> None:
+    """Refuse a text, a mapping, and what cannot be iterated over: ``expected`` begins the error.
+
+    Examples:
+        >>> check_list("tools must be a list", "add")
+        Traceback (most recent call last):
+            ...
+        TypeError: tools must be a list, got str (add).
+    """
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{expected}, got {shown(value)}.")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Type and beginning of a value, for errors."""
+    return f"{type(value).__name__} ({str(value)[:limit]})"
+
+
 def find_functions(
     name: str, given: str | Callable | Sequence[str | Callable], known: Mapping[str, Callable]
 ) -> tuple[Callable, ...]:

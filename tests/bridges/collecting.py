@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.chat.families import QWEN25
-from tests.chat.families_in_play import tokenizer_of
-from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import MultiTurnCollector
+from tests.envs.speaking import collected, speaker
 
 
 class Played(NamedTuple):
@@ -25,22 +22,8 @@ def collect(
     env: Any, answer: Callable[[str], str], data: Any = None, number: int = 1, **collector: Any
 ) -> list[Played]:
     """Play episodes in which a model answers a prompt by ``answer(prompt)``; sorted by their text."""
-    tokenizer = tokenizer_of(QWEN25)
-    stop = tokenizer.convert_tokens_to_ids(QWEN25.stop)
-
-    def rule(prompt: list[int]) -> list[int]:
-        said = answer(tokenizer.decode(prompt))
-        return [*tokenizer(said, add_special_tokens=False)["input_ids"], stop]
-
-    engine = ScriptedEngine(tokenizer, rule, [stop])
-    settings = {
-        "episodes_per_batch": number,
-        "total_episodes": number,
-        "max_consecutive_failures": 1,
-        **collector,
-    }
-    with MultiTurnCollector(env, engine, data, **settings) as made:
-        (batch,) = made
+    engine = speaker(answer)
+    batch, _ = collected(env, engine, data, number, **collector)
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     responses = batch.get(("tokens", "response"), as_list=True)
     episodes = []
@@ -48,7 +31,7 @@ def collect(
     for end in (batch["next", "done"].flatten().nonzero().flatten() + 1).tolist():
         episodes.append(
             Played(
-                tokenizer.decode([*prompts[end - 1], *responses[end - 1]]),
+                engine.tokenizer.decode([*prompts[end - 1], *responses[end - 1]]),
                 batch["next", "reward"].flatten()[begin:end].tolist(),
                 bool(batch["next", "truncated"].flatten()[end - 1]),
                 [batch["info"][k] for k in range(begin, end)],

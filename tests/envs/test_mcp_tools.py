@@ -15,14 +15,12 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from tests.chat.families import QWEN25
-from tests.chat.families_in_play import tokenizer_of
-from tests.collectors.scripted import ScriptedEngine
 from tests.envs.some_tools import look, says_seven
-from tests.envs.test_tool_env import call, run, says
+from tests.envs.speaking import adds, call, collected, says, speaker
+from tests.envs.test_tool_env import run
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
-from tests.waiting import wait_until
+from tests.waiting import in_thread, wait_until
 from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs import MCPTools, ToolEnv, mcp_tools
 
@@ -139,13 +137,9 @@ class Pages:
 
 
 @pytest.mark.parametrize("by", ["cursor", "params"])
-def test_all_pages_of_a_list_are_read(by):
+async def test_all_pages_of_a_list_are_read(by):
     """The names of fields are those of mcp 1."""
-
-    async def play():
-        return await closing(env_with(Pages(by)), says("", call("t0"), call("t2", id="2")))
-
-    (step,) = run(play())
+    (step,) = await closing(env_with(Pages(by)), says("", call("t0"), call("t2", id="2")))
     assert [m["content"] for m in step.messages] == ['{"n": 1}', "file:///a\nwhole"]
 
 
@@ -173,22 +167,8 @@ def test_a_call_that_takes_too_long_is_told(opens, opened, own):
 
 def collect(env, episodes=4, **collector):
     """Episodes of a call and an answer in a collector."""
-    tokenizer = tokenizer_of(QWEN25)
-
-    def rule(prompt):
-        results = tokenizer.decode(prompt).split("<tool_response>\n")[1:]
-        message = says(
-            results[-1].split("\n</tool_response>")[0] if results else "", call("add", a=3, b=4)
-        )
-        if results:
-            message.pop("tool_calls")
-        return tokenizer(QWEN25.say(message) + QWEN25.stop, add_special_tokens=False)["input_ids"]
-
-    engine = ScriptedEngine(tokenizer, rule)
-    settings = {"episodes_per_batch": episodes, "total_episodes": episodes}
-    with MultiTurnCollector(env, engine, [ITEM], **{**settings, **collector}) as made:
-        (batch,) = made
-        stats = made.stats()
+    engine = speaker(adds)
+    batch, stats = collected(env, engine, [ITEM], episodes, **collector)
     return batch["next", "reward"].flatten().tolist(), stats, engine
 
 
@@ -218,15 +198,12 @@ class Tells:
         return await self.session.call_tool(name, arguments)
 
 
-def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, opened):
-    async def play():
-        env = env_with(MCPTools(opens))
-        for k in range(3):
-            await env.reset(ITEM)
-            assert (opened.now, opened.ever) == (1, k + 1)
-        await env.close()
-
-    run(play())
+async def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, opened):
+    env = env_with(MCPTools(opens))
+    for k in range(3):
+        await env.reset(ITEM)
+        assert (opened.now, opened.ever) == (1, k + 1)
+    await env.close()
     assert opened.now == 0
 
 
@@ -242,13 +219,10 @@ def test_an_open_session_is_shared_and_used_where_it_was_opened(opens, opened):
     assert (opened.now, opened.ever) == (0, 1)
 
 
-def test_a_session_is_used_directly_in_its_own_loop(opens):
-    async def main():
-        async with opens() as session:
-            (step,) = await closing(env_with(MCPTools(session)), says("", call("add", a=3, b=4)))
-            return step.messages[0]["content"]
-
-    assert run(main()) == "7"
+async def test_a_session_is_used_directly_in_its_own_loop(opens):
+    async with opens() as session:
+        (step,) = await closing(env_with(MCPTools(session)), says("", call("add", a=3, b=4)))
+        assert step.messages[0]["content"] == "7"
 
 
 def test_an_open_session_without_its_loop_is_refused(opens):
@@ -324,7 +298,8 @@ def test_a_server_that_cannot_be_reached_rejects_the_episode(opens, opened):
         async with opens() as session:
             yield session
 
-    rewards, stats, _ = collect(env_with(MCPTools(connect)), episodes=1, max_retries=1)
+    settings = {"episodes": 1, "max_retries": 1, "max_consecutive_failures": None}
+    rewards, stats, _ = collect(env_with(MCPTools(connect)), **settings)
     assert rewards == [0.0, 1.0]
     assert stats["rejected/OSError"] == stats["rejected"] == 1
 
@@ -341,7 +316,7 @@ def test_a_session_that_fails_to_close_leaves_no_other_open(opens, opened):
         assert opened.now == 0
 
 
-def test_opening_is_given_up_with_the_episode(opens, opened):
+async def test_opening_is_given_up_with_the_episode(opens, opened):
     entered, left = threading.Event(), threading.Event()
 
     @asynccontextmanager
@@ -354,41 +329,31 @@ def test_opening_is_given_up_with_the_episode(opens, opened):
                 left.set()
         yield
 
-    async def main():
-        env = env_with(MCPTools(never))
-        reset = asyncio.ensure_future(env.reset(ITEM))
-        while not entered.is_set():
-            await asyncio.sleep(0)
-        reset.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reset
-        await env.close()
-
-    asyncio.run(main())
+    env = env_with(MCPTools(never))
+    reset = asyncio.ensure_future(env.reset(ITEM))
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    reset.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reset
+    await env.close()
     assert left.is_set()
     assert opened.now == 0
 
 
 def test_a_shutdown_closes_the_connections_of_running_episodes(opens, opened, caplog):
-    tokenizer = tokenizer_of(QWEN25)
-    asks = QWEN25.say(says("", call("stuck"))) + QWEN25.stop
-    ids = tokenizer(asks, add_special_tokens=False)["input_ids"]
     asked = []
-    engine = ScriptedEngine(tokenizer, lambda prompt: asked.append(1) or ids)
+    engine = speaker(lambda prompt: asked.append(1) or says("", call("stuck")))
     with caplog.at_level(logging.WARNING):
         collector = MultiTurnCollector(
             env_with(MCPTools(opens)), engine, [ITEM], episodes_per_batch=3, max_staleness=1
         )
-
-        def fails():
-            with pytest.raises(RuntimeError, match="shut down"):
-                next(iter(collector))
-
         with collector:
-            running = threading.Thread(target=fails)
-            running.start()
+            run = in_thread(lambda: next(iter(collector)))
             wait_until(lambda: len(asked) >= 3 and opened.now >= 3)
-        running.join()
+        error = run()
+    assert isinstance(error, RuntimeError)
+    assert "shut down" in str(error)
     assert opened.now == 0
     assert opened.ever >= 3
     assert not [record for record in caplog.records if record.name == "asyncio"]
@@ -424,18 +389,10 @@ def test_a_program_for_every_episode(opener):
 
 
 @pytest.mark.slow
-def test_a_program_that_dies_is_told():
+async def test_a_program_that_dies_is_told():
     env = env_with(MCPTools(lambda: Client(PROGRAM)))
     asked = [says("", call(name)) for name in ("whereabouts", "die", "whereabouts")]
-
-    async def play():
-        await env.reset(ITEM)
-        out = [await env.step("", message) for message in asked]
-        last = await env.step("7", says("7"))
-        await env.close()
-        return out, last
-
-    out, last = asyncio.run(play())
+    *out, last = await closing(env, *asked, says("7"))
     told = [step.messages[0]["content"] for step in out]
     assert int(told[0]) != os.getpid()
     assert told[1].startswith("error: die raised ")

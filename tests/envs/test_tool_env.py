@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.envs.some_tools import add, look, says_seven
+from tests.envs.speaking import call, says
 from tests.idle_clock import LIMIT, Loop, hang
 from tests.tiers import examples
 from torchrl_mt.chat import ParsedReply
@@ -24,15 +25,6 @@ from torchrl_mt.envs.tool_env import _MOST_AT_ONCE
 
 OPENING = [{"role": "system", "content": "rules"}, {"role": "user", "content": "3 + 4?"}]
 DATA = {"messages": OPENING, "answer": "7"}
-
-
-def call(name, *, id="1", **arguments):
-    return {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
-
-
-def says(content="", *calls):
-    message = {"role": "assistant", "content": content}
-    return {**message, "tool_calls": list(calls)} if calls else message
 
 
 def run(coroutine, loop=None):

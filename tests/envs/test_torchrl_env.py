@@ -33,11 +33,9 @@ from torchrl.envs.llm.transforms import (
 )
 from torchrl.envs.utils import check_env_specs
 
-from tests.chat.families import QWEN25
-from tests.chat.families_in_play import tokenizer_of
-from tests.collectors.scripted import ScriptedEngine
-from tests.waiting import PATIENCE
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from tests.envs.speaking import collected, speaker
+from tests.waiting import PATIENCE, in_thread
+from torchrl_mt.collectors import Limits
 from torchrl_mt.envs import ChatEnvAdapter, calculate
 from torchrl_mt.envs.torchrl_data import with_entries
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -549,16 +547,13 @@ def test_close_does_not_wait_for_the_step_under_way_which_closes_itself():
     slow = Slow()
     env = ChatEnvAdapter(slow)
     env.reset("hello")
-    steps = []
-    stepping = threading.Thread(target=lambda: steps.append(env.step("<tool>slow\n</tool>")))
-    stepping.start()
+    stepped = in_thread(env.step, "<tool>slow\n</tool>")
     assert slow.entered.wait(PATIENCE)
     env.close()
     env.close()
     assert slow.closed() == [0]
     slow.go_on.set()
-    stepping.join()
-    assert steps[0].messages[0]["content"].endswith("done")
+    assert stepped().messages[0]["content"].endswith("done")
     assert slow.closed() == [1]
     with pytest.raises(RuntimeError, match="reset"):
         env.step("hi")
@@ -568,15 +563,13 @@ def test_a_reset_after_a_close_during_a_step_has_an_environment():
     slow = Slow()
     env = ChatEnvAdapter(slow)
     env.reset("hello")
-    stepping = threading.Thread(target=env.step, args=["<tool>slow\n</tool>"])
-    stepping.start()
+    stepped = in_thread(env.step, "<tool>slow\n</tool>")
     assert slow.entered.wait(PATIENCE)
     env.close()
-    resetting = threading.Thread(target=env.reset, args=["again"])
-    resetting.start()
+    reset = in_thread(env.reset, "again")
     slow.go_on.set()
-    stepping.join()
-    resetting.join()
+    stepped()
+    reset()
     assert slow.closed() == [1, 0]
     assert not env.step("hi").done
     env.close()
@@ -594,12 +587,11 @@ def test_a_close_during_a_reset_closes_what_it_makes():
         return made[-1]
 
     env = ChatEnvAdapter(factory)
-    resetting = threading.Thread(target=env.reset, args=["hello"])
-    resetting.start()
+    reset = in_thread(env.reset, "hello")
     assert entered.wait(PATIENCE)
     env.close()
     go_on.set()
-    resetting.join()
+    reset()
     assert made[0].transform[-1].closed == 1
 
 
@@ -621,11 +613,8 @@ def test_whatever_meets_in_an_adapter_every_environment_is_closed_once(calls):
                 name, env.close
             )()
 
-    threads = [threading.Thread(target=call, args=[name]) for name in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for called in [in_thread(call, name) for name in calls]:
+        assert called() is None
     env.close()
     assert [environment.transform[-1].closed for environment in made] == [1] * len(made)
 
@@ -666,17 +655,6 @@ def test_what_carries_the_data_keeps_to_the_specs(transform):
 # The collector
 
 
-def engine_of(rule):
-    """An engine that answers by a rule on the text of the prompt."""
-    tokenizer = tokenizer_of(QWEN25)
-
-    def answer(prompt_ids):
-        text = rule(tokenizer.decode(prompt_ids)) + QWEN25.stop
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    return ScriptedEngine(tokenizer, answer)
-
-
 def compute_then_answer(prompt):
     """Run the sum once, then answer what the interpreter printed, or wrongly about 3."""
     printed = prompt.partition("successfully:\n")[2].partition("\n")[0]
@@ -688,18 +666,10 @@ def compute_then_answer(prompt):
 
 def test_the_collectors_ledger_of_a_chat_environment():
     before = set(children())
-    engine = engine_of(compute_then_answer)
+    engine = speaker(compute_then_answer)
     env = ChatEnvAdapter(lambda: tutor(persistent=True))
-    with MultiTurnCollector(
-        env,
-        engine,
-        ITEMS[2:4],
-        episodes_per_batch=4,
-        total_episodes=4,
-        group_size=2,
-        limits=Limits(max_turns=5),
-    ) as collector:
-        (batch,) = collector
+    limits = Limits(max_turns=5)
+    batch, _ = collected(env, engine, ITEMS[2:4], 4, group_size=2, limits=limits)
     assert batch.batch_size == (8,)
     assert batch["next", "reward"].flatten().tolist() == pytest.approx([0, 1, 0, 1, 0, 0.1, 0, 0.1])
     assert batch["next", "done"].flatten().tolist() == [False, True] * 4
@@ -726,11 +696,8 @@ def test_the_collector_without_data_goes_through_the_environments_data_set():
         env = ChatEnv.from_dataloader(DataLoader(ITEMS, shuffle=True), batch_size=(1,))
         return env.append_transform(PythonInterpreter()).append_transform(GSM8KRewardParser())
 
-    engine = engine_of(compute_then_answer)
-    with MultiTurnCollector(
-        ChatEnvAdapter(factory), engine, episodes_per_batch=10, group_size=2, total_episodes=10
-    ) as collector:
-        (batch,) = collector
+    engine = speaker(compute_then_answer)
+    batch, _ = collected(ChatEnvAdapter(factory), engine, number=10, group_size=2)
     ended = batch["next", "done"].flatten()
     rewards = batch["next", "reward"].flatten()[ended]
     assert rewards.tolist() == pytest.approx([1, 1, 1, 1, 1, 1, 0.1, 0.1, 1, 1])

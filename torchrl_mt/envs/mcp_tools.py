@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_mt.checks import check_positive_finite
+from torchrl_mt.checks import check_positive_finite, shown
 from torchrl_mt.envs.tools import CallableTool, ToolError
 
 __all__ = ["MCPConnection", "MCPTools", "is_connection"]
@@ -70,7 +70,7 @@ class MCPTools:
         else:
             raise TypeError(
                 "session must be an open MCP connection, or a callable that makes an async context "
-                f"manager which gives one, got {type(session).__name__} ({str(session)[:80]})."
+                f"manager which gives one, got {shown(session)}."
             )
 
     async def shared_tools(self) -> list[_ServerTool]:

@@ -6,18 +6,20 @@ the model received and sampled.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from torchrl_mt.checks import check_list
 from torchrl_mt.threads import call_user
 
 __all__ = ["Message", "TextEnv", "TextStep"]
 
-_logger = logging.getLogger("torchrl_mt")
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound="TextEnv")
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as chat templates take it: ``{"role": ..., "content": ...}`` and more.
@@ -60,13 +62,10 @@ class TextStep:
     history: Sequence[Message] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("messages", "history"):
-            given = getattr(self, name)
-            if isinstance(given, (str, Mapping)):
-                raise TypeError(
-                    f"{name} must be a list of messages such as {{'role': 'user', 'content': '...'}}, "
-                    f"got {type(given).__name__} ({str(given)[:80]})."
-                )
+        such = "must be a list of messages such as {'role': 'user', 'content': '...'}"
+        check_list(f"messages {such}", self.messages)
+        if self.history is not None:
+            check_list(f"history {such}", self.history)
         if self.truncated and not self.done:
             raise ValueError(
                 "TextStep(truncated=True) ends the episode and needs done=True, got done=False."
@@ -146,6 +145,23 @@ class TextEnv(ABC):
         log errors. A plain method may run while a call that timed out is still running in another
         thread.
         """
+
+    def _under_way(self, episode: _T | None) -> _T:
+        """What a step works on, which is ``None`` if no episode is under way."""
+        if episode is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step was called with no episode under way: call reset first."
+            )
+        return episode
+
+    def _copied(self: _E, memo: dict[int, Any], **instead: Any) -> _E:
+        """A deep copy, but for the attributes that are given for it."""
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        for name in vars(self).keys() - instead.keys():
+            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
+        vars(copied).update(instead)
+        return copied
 
 
 def takes_message(step: Callable[..., Any]) -> bool:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-from torchrl_mt.checks import check_at_least, check_positive_finite
+from torchrl_mt.checks import check_at_least, check_list, check_positive_finite, shown
 from torchrl_mt.envs.mcp_tools import MCPConnection, MCPTools, is_connection
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep
 from torchrl_mt.envs.tools import CallableTool, Tool, ToolError, call_tool
-from torchrl_mt.threads import call_user
+from torchrl_mt.threads import call_user, wait_all
 
 __all__ = ["ToolEnv"]
 
@@ -75,10 +75,7 @@ class ToolEnv(TextEnv):
         tool_timeout: float | None = None,
         parser: Callable[[str], Any] | None = None,
     ) -> None:
-        if isinstance(tools, (str, Mapping)) or not isinstance(tools, Iterable):
-            raise TypeError(
-                f"tools must be a list of functions, got {type(tools).__name__} ({str(tools)[:80]})."
-            )
+        check_list("tools must be a list of functions", tools)
         for name, function in (("reward", reward), ("parser", parser)):
             if not callable(function) and (name == "reward" or function is not None):
                 raise TypeError(f"{name} must be a function, got {function!r}.")
@@ -101,21 +98,9 @@ class ToolEnv(TextEnv):
         self._calls = self._errors = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ToolEnv:
-        copied = copy.copy(self)
-        memo[id(self)] = copied
-        own = (
-            "_reward",
-            "_parser",
-            "_given",
-            "_tools",
-            "tool_schemas",
-            "_connections",
-            "_dialogue",
-            "_data",
-        )
-        for name in vars(self).keys() - set(own):
-            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
-        copied._connections, copied._dialogue, copied._data = [], None, None
+        shared = ("_reward", "_parser", "_given", "_tools", "tool_schemas")
+        own: dict[str, Any] = {"_connections": [], "_dialogue": None, "_data": None}
+        copied = self._copied(memo, **own, **{name: vars(self)[name] for name in shared})
         copied._reward = _method_of(copied, self, self._reward)
         copied._parser = _method_of(copied, self, self._parser)
         copied._given = [_tool_of(copied, self, tool) for tool in self._given]
@@ -161,10 +146,7 @@ class ToolEnv(TextEnv):
             TypeError: if the parser returns something else.
             Exception: the error of ``reward``.
         """
-        if self._dialogue is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
+        dialogue = self._under_way(self._dialogue)
         try:
             said = self._read(response, message)
         except ValueError as error:
@@ -174,11 +156,11 @@ class ToolEnv(TextEnv):
         else:
             warned = self.max_calls is not None and self._calls > self.max_calls
             new = [] if warned else await self._answers(said.get("tool_calls", ()))
-        self._dialogue += [said, *new]
+        dialogue += [said, *new]
         info = {"calls": self._calls, "errors": self._errors}
         if new:
             return TextStep(copy.deepcopy(new), info=info)
-        dialogue, self._dialogue = self._dialogue, None
+        self._dialogue = None
         reward = await call_user(self._reward, dialogue, self._data)
         return TextStep(reward=reward, done=True, info=info)
 
@@ -214,11 +196,7 @@ class ToolEnv(TextEnv):
             if hasattr(calls, "tool_calls"):
                 said = dict(calls.message())
                 calls = said.pop("tool_calls", ())
-        if isinstance(calls, (str, Mapping)) or not isinstance(calls, Iterable):
-            raise TypeError(
-                "parser must return a torchrl_mt.chat.ParsedReply or a list of calls, got "
-                f"{type(calls).__name__} ({str(calls)[:80]})."
-            )
+        check_list("parser must return a torchrl_mt.chat.ParsedReply or a list of calls", calls)
         named = [_in_chat_form(call, self._calls + k) for k, call in enumerate(calls)]
         return {**said, **({"tool_calls": named} if named else {})}
 
@@ -231,12 +209,7 @@ class ToolEnv(TextEnv):
             async with slots:
                 return await self._answer(call["function"], number)
 
-        tasks = [asyncio.ensure_future(answer(call, first + k)) for k, call in enumerate(calls)]
-        try:
-            contents = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        contents = await wait_all(answer(call, first + k) for k, call in enumerate(calls))
         return [
             {
                 "role": "tool",
@@ -292,8 +265,7 @@ def _in_chat_form(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TypeError(
-            "calls must be such as {'name': ..., 'arguments': {...}}, got "
-            f"{type(call).__name__} ({str(call)[:80]})."
+            f"calls must be such as {{'name': ..., 'arguments': {{...}}}}, got {shown(call)}."
         )
     named = {"name": function["name"], "arguments": function.get("arguments") or {}}
     return {"type": "function", "id": call.get("id") or f"call{number:05}", "function": named}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from transformers.utils import get_json_schema
 
-from torchrl_mt.checks import check_positive_finite
+from torchrl_mt.checks import check_positive_finite, shown
 from torchrl_mt.strict_json import read_json
 from torchrl_mt.threads import call_in_thread, call_user
 from torchrl_mt.vision.images import is_image
@@ -112,7 +112,7 @@ class Tool:
         if not callable(function):
             raise TypeError(
                 "tools must be functions, torchrl_mt.envs.Tool, connections to an MCP server or "
-                f"torchrl_mt.envs.MCPTools, got {type(function).__name__} ({str(function)[:80]})."
+                f"torchrl_mt.envs.MCPTools, got {shown(function)}."
             )
         if timeout is not None:
             check_positive_finite("timeout", timeout)

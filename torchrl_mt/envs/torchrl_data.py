@@ -19,6 +19,8 @@ from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, Transfor
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 from torchrl.envs.utils import make_composite_from_td
 
+from torchrl_mt.checks import shown
+
 __all__ = ["LoaderItems", "initial_entries", "transforms_of", "with_entries"]
 
 _SEEDS_KEPT = 10_000
@@ -73,10 +75,7 @@ def initial_entries(data: Any, env: EnvBase, loader_items: LoaderItems) -> dict[
     elif data is None:
         given = {}
     else:
-        raise TypeError(
-            "data must be a mapping, a text or a list of messages, got "
-            f"{type(data).__name__} ({str(data)[:80]})."
-        )
+        raise TypeError(f"data must be a mapping, a text or a list of messages, got {shown(data)}.")
     loader = next((t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)), None)
     if loader is None:
         if name in given:

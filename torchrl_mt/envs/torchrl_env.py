@@ -143,11 +143,8 @@ class ChatEnvAdapter(TextEnv):
             RuntimeError: if no episode is under way, or the environment changed earlier messages.
         """
         with self._alone():
-            if self._env is None or self._root is None:
-                raise RuntimeError(
-                    "ChatEnvAdapter.step was called with no episode under way: call reset first."
-                )
-            env, root, self._root = self._env, self._root, None
+            env, root = self._under_way(self._env), self._under_way(self._root)
+            self._root = None
             role = getattr(env, "policy_role", None) or "assistant"
             said = {"role": role, "content": response}
             _say(root, said)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["tiny_chat_model", "tiny_chat_tokenizer"]
+__all__ = ["text_config", "tiny_chat_model", "tiny_chat_tokenizer"]
 
 _ROLES = ("user", "assistant")
 _SPECIAL = ("<pad>", "<end>", *map("<{}>".format, _ROLES))
@@ -133,19 +133,21 @@ def tiny_chat_model(
         True
     """
     tokenizer = tiny_chat_tokenizer(words, extra_roles=extra_roles)
-    settings = {
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "max_position_embeddings": 1024}
+    heads = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    settings = {**text_config(tokenizer), **sizes, **heads, **config}
+    return LlamaForCausalLM(LlamaConfig(**settings)), tokenizer
+
+
+def text_config(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What the configurations of all tiny text models have in common."""
+    return {
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
         # The usual 0.02 suits wide models; small ones learn faster from larger weights.
         "initializer_range": 0.1,
-        "tie_word_embeddings": True,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **config})), tokenizer

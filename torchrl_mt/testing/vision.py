@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 from torchrl_mt.checks import check_choice
-from torchrl_mt.testing.chat import tiny_chat_tokenizer
+from torchrl_mt.testing import chat
 
 __all__ = ["Family", "tiny_vl_model"]
 
@@ -86,33 +86,16 @@ def tiny_vl_model(
         True
     """
     check_choice("family", family, get_args(Family))
-    tokenizer = tiny_chat_tokenizer(words, extra_roles=extra_roles)
+    tokenizer = chat.tiny_chat_tokenizer(words, extra_roles=extra_roles)
     tokenizer.add_special_tokens({"additional_special_tokens": [_IMAGE, _VIDEO, _START, _END]})
     image = _IMAGE if family == "llava" else f"{_START}{_IMAGE}{_END}"
     tokenizer.chat_template = _TEMPLATE.replace("IMAGE", image)
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        # The usual 0.02 suits wide models; small ones learn faster from larger weights.
-        "initializer_range": 0.1,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
-    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.1}
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_key_value_heads": 2, "max_position_embeddings": 4096}
+    text = {**chat.text_config(tokenizer), **sizes, **heads, **(text_config or {})}
+    vision = {**sizes, "initializer_range": 0.1, **(vision_config or {})}
     build = _llava if family == "llava" else _qwen
-    model, processor = build(
-        family,
-        tokenizer,
-        max_pixels,
-        {**text, **(text_config or {})},
-        {**vision, **(vision_config or {})},
-    )
+    model, processor = build(family, tokenizer, max_pixels, text, vision)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model.eval(), processor
 

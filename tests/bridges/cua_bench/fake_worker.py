@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-import struct
 import threading
-import zlib
+from io import BytesIO
+
+from PIL import Image
 
 from tests.faulty_server import FaultyServer
 
@@ -20,15 +21,9 @@ def acting(*actions, action_format="tagged"):
 
 def png(width, height, colour=0):
     """A grey image in base64."""
-
-    def chunk(kind, data):
-        check = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + check
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    rows = zlib.compress((b"\0" + bytes([colour]) * width) * height)
-    parts = [chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")]
-    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+    file = BytesIO()
+    Image.new("L", (width, height), colour).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class FakeWorker(FaultyServer):

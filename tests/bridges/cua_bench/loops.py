@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,23 +105,3 @@ def play(loader: MultiTurnDataLoader, rule: Rule, until: Callable[[], object]) -
         if until():
             break
     return given
-
-
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Call a function in a thread; the result is a function that waits for its outcome."""
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def wait() -> Any:
-        thread.join(1800)
-        return outcome[0]
-
-    return wait

@@ -11,6 +11,8 @@ from contextlib import closing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from transformers.image_utils import load_image
 
 from tests.bridges.cua_bench.fake_worker import FakeWorker, acting, png
 from tests.bridges.cua_bench.held_servers import failing, taken
@@ -95,18 +97,10 @@ def test_pixels_are_on_the_screen(action, width, height):
 # ---- observations -------------------------------------------------------------------------------
 
 
-def jpeg(width, height):
-    """The beginning of an image: fill bytes, a table and a comment before the frame."""
-    frame = b"\xff\xc2\x00\x0b\x08" + height.to_bytes(2, "big") + width.to_bytes(2, "big")
-    before = b"\xff\xd8\xff\xe0\x00\x04\xff\xc0\xff\xff\xff\xc4\x00\x03\x00\xff\xfe\x00\x04\xff\xd9"
-    return base64.b64encode(before + frame + b"\x01\x01\x11\x00").decode()
-
-
 @pytest.mark.parametrize(
     ("said", "size"),
     [
         ({"screenshot": png(321, 123)}, (321, 123)),
-        ({"screenshot": jpeg(321, 123)}, (321, 123)),
         ({"screenshot": "data:image/png;base64," + png(321, 123)}, (321, 123)),
         ({"screenshot": png(321, 123), "text": "tree", "width": 7, "height": 7}, (321, 123)),
         ({"screenshot": None, "text": "tree", "width": 321, "height": 123}, (321, 123)),
@@ -121,9 +115,8 @@ def test_sizes_of_screens(said, size):
     assert (form["x"] + 1, form["y"] + 1) == size
     content = opening[0]["content"]
     if said.get("screenshot"):
-        kind = "jpeg" if said["screenshot"] == jpeg(*size) else "png"
         encoded = said["screenshot"].rpartition(",")[2]
-        assert content[-1]["image"] == f"data:image/{kind};base64,{encoded}"
+        assert content[-1]["image"] == f"data:image/png;base64,{encoded}"
         assert ("tree" in content[0]["text"]) == ("text" in said)
     else:
         assert content.endswith(
@@ -131,20 +124,17 @@ def test_sizes_of_screens(said, size):
         )
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"progressive": True}, {"quality": 30, "dpi": (72, 72)}])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_sizes_of_real_screenshots(kind, kwargs):
-    library = pytest.importorskip("PIL.Image")
-    image, notes = library.new("RGB", (301, 203), "red"), library.Exif()
-    notes[270] = "\u00ff\u00c0" * 99
+def test_both_kinds_of_screenshots(kind):
     file = io.BytesIO()
-    image.save(file, kind, exif=notes, **kwargs)
+    Image.new("RGB", (301, 203), "red").save(file, kind)
     screenshot = base64.b64encode(file.getvalue()).decode()
     with running(FakeWorker(lambda steps: {"screenshot": screenshot})) as server:
         opening, _ = play(env_on(server), [acting("click(1.0, 1.0)")])
     assert executed(server) == [{"type": "ClickAction", "x": 300, "y": 202}]
-    load_image = pytest.importorskip("transformers.image_utils").load_image
-    assert load_image(opening[0]["content"][-1]["image"]).size == (301, 203)
+    uri = opening[0]["content"][-1]["image"]
+    assert uri.startswith(f"data:image/{kind.lower()};base64,")
+    assert load_image(uri).size == (301, 203)
 
 
 # ---- faults -------------------------------------------------------------------------------------
@@ -168,14 +158,7 @@ def test_sizes_of_real_screenshots(kind, kwargs):
         (success({**STEP, "screenshot": 3}), "screenshot must be a string in base64"),
         (success({**STEP, "screenshot": "a!"}), "screenshot must be in base64"),
         (success({**STEP, "screenshot": "aaaa"}), "screenshot must be a PNG or JPEG image"),
-        (
-            success({**STEP, "screenshot": jpeg(1, 1)[:20]}),
-            "screenshot must be a PNG or JPEG image",
-        ),
-        (
-            success({**STEP, "screenshot": png(0, 1)}),
-            "width and height must be positive, got 0 x 1",
-        ),
+        (success({**STEP, "screenshot": png(1, 1)[:20]}), "screenshot must be a PNG or JPEG image"),
         (success({**STEP, "width": "3"}), "width and height must be positive, got 3 x None"),
     ],
 )
@@ -252,7 +235,7 @@ def test_a_server_that_failed_is_set_aside_until_an_episode_has_no_fault(server,
 
 
 @pytest.mark.parametrize("at", ["/reset", "/step"])
-def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
+async def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
     """What a server still does would otherwise hit the next episode."""
     gate = threading.Event()
     slow = after(gate.wait, answered)
@@ -262,27 +245,24 @@ def test_a_server_is_free_only_after_the_answer_to_a_cancelled_call(server, at):
         while len(server.seen) < number:
             await asyncio.sleep(0.001)
 
-    async def main():
-        first, second = env_on(server), env_on(server)
-        playing = asyncio.ensure_future(step_and_wait(first))
-        await seen(1 if at == "/reset" else 2)
-        following = asyncio.ensure_future(second.reset(1))
-        playing.cancel()
-        await asyncio.wait([playing])
-        closing = asyncio.ensure_future(first.close())
-        await asyncio.sleep(0.02)
-        assert len(server.seen) == (1 if at == "/reset" else 2)
-        gate.set()
-        await closing
-        await following
-        await second.step(acting("done()"))
-        await second.close()
-
     async def step_and_wait(env):
         await env.reset(0)
         await env.step(acting("key(a)"))
 
-    asyncio.run(main())
+    first, second = env_on(server), env_on(server)
+    playing = asyncio.ensure_future(step_and_wait(first))
+    await seen(1 if at == "/reset" else 2)
+    following = asyncio.ensure_future(second.reset(1))
+    playing.cancel()
+    await asyncio.wait([playing])
+    closing = asyncio.ensure_future(first.close())
+    await asyncio.sleep(0.02)
+    assert len(server.seen) == (1 if at == "/reset" else 2)
+    gate.set()
+    await closing
+    await following
+    await second.step(acting("done()"))
+    await second.close()
     paths = [path for path, _ in server.asked]
     assert paths == [
         *(["/reset"] if at == "/reset" else ["/reset", "/step"]),

@@ -45,6 +45,11 @@ def play(env, responses, data=0, close=True):
     return asyncio.run(main())
 
 
+def wait(env):
+    """A step of an episode that has begun, or not."""
+    return asyncio.run(env.step(acting("wait()")))
+
+
 def executed(server):
     return [body["action"] for path, body in server.asked if path == "/step"]
 
@@ -163,20 +168,16 @@ def test_a_server_is_free_when_its_episode_is_over_or_forgotten(server):
 
 def test_no_step_without_an_episode_or_after_one_that_failed(server):
     env = env_on(server)
-
-    async def main(response):
-        await env.step(response)
-
     with pytest.raises(RuntimeError, match="call reset first"):
-        asyncio.run(main(acting("wait()")))
+        wait(env)
     play(env, [acting("done()")])
     with pytest.raises(RuntimeError, match="call reset first"):
-        asyncio.run(main(acting("wait()")))
+        wait(env)
     server.faults = [success({**server.observe(0), "instruction": "a", "env_id": 0}), status(500)]
     with pytest.raises(ComputerError):
         play(env, [acting("key(a)")], close=False)
     with pytest.raises(RuntimeError, match="call reset first"):
-        asyncio.run(main(acting("wait()")))
+        wait(env)
     asyncio.run(env.close())
     leases._loads.clear()
 
@@ -289,17 +290,14 @@ def test_old_pairs_become_lines(max_hist, written):
     assert forks == max(0, len(written) // max_hist - 1)
 
 
-def test_thoughts_stay_in_the_pairs_that_stay_whole(server):
-    async def main():
-        env = env_on(server, max_hist=1)
-        await env.reset(0)
-        said = {"role": "assistant", "content": acting("wait()"), "reasoning_content": "so"}
-        await env.step(said["content"], said)
-        step = await env.step(said["content"], said)
-        assert step.history[1] is said
-        await env.close()
-
-    asyncio.run(main())
+async def test_thoughts_stay_in_the_pairs_that_stay_whole(server):
+    env = env_on(server, max_hist=1)
+    await env.reset(0)
+    said = {"role": "assistant", "content": acting("wait()"), "reasoning_content": "so"}
+    await env.step(said["content"], said)
+    step = await env.step(said["content"], said)
+    assert step.history[1] is said
+    await env.close()
 
 
 # ---- copies -------------------------------------------------------------------------------------
@@ -314,18 +312,11 @@ def test_copies_play_episodes_of_their_own(server):
     play(env, [acting("wait()")], close=False)
     for copied in (copy.deepcopy(env), pickle.loads(pickle.dumps(ComputerEnv(server.url, TASKS)))):
         with pytest.raises(RuntimeError, match="call reset first"):
-            play_step(copied)
+            wait(copied)
     copied = copy.deepcopy(env)
     assert copied.notes == ["a"]
     assert copied.notes is not env.notes
-    play_step(env)
+    wait(env)
     asyncio.run(env.close())
     play(copied, [acting("done()")])
     assert server.ended_by_reset == 0
-
-
-def play_step(env):
-    async def main():
-        return await env.step(acting("wait()"))
-
-    return asyncio.run(main())

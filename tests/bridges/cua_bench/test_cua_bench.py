@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-import threading
 
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.bridges.cua_bench.fake_worker import acting, png
 from tests.bridges.cua_bench.test_actions import actions
+from tests.served_app import served_app
 from tests.tiers import examples
 from tests.waiting import wait_until
 from torchrl_mt.bridges.cua_bench import ComputerEnv
@@ -21,7 +21,7 @@ from torchrl_mt.bridges.cua_bench.computer import server_form
 worker_server = pytest.importorskip(
     "cua_bench.workers.worker_server", reason="cua-bench is not installed"
 )
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 
 
 @given(actions, st.integers(1, 4000), st.integers(1, 4000))
@@ -94,16 +94,8 @@ def served(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(worker_server, "make", make)
-    server = uvicorn.Server(
-        uvicorn.Config(worker_server.app, port=0, log_level="error", timeout_graceful_shutdown=5)
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}", made
-    server.should_exit = True
-    thread.join()
+    with served_app(worker_server.app, timeout_graceful_shutdown=5) as url:
+        yield url, made
 
 
 def test_an_episode_on_its_server(served):

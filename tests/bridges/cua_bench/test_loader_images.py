@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bridges.cua_bench.loops import answers
 from tests.collectors.pictures import Screens, picture
 from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader
 from torchrl_mt.testing import tiny_vl_model
@@ -43,15 +44,7 @@ class Worker:
 
 
 def answered(batch, tokenizer, text="go <end>"):
-    said = torch.tensor([tokenizer(text)["input_ids"]] * len(batch["worker_id"]))
-    shown = [batch["attention_mask"], torch.ones_like(said)]
-    return {
-        "prompts": batch["input_ids"],
-        "responses": said,
-        "attention_mask": torch.cat(shown, dim=1),
-        "worker_id": batch["worker_id"],
-        "meta_info": batch["meta_info"],
-    }
+    return answers(batch, lambda row: tokenizer(text)["input_ids"])
 
 
 def check_row(model, ids, mask, positions, data, inputs):

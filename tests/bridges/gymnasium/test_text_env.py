@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.bridges.collecting import collect
 from tests.tiers import examples
+from tests.waiting import in_thread
 from torchrl_mt.bridges.gymnasium import GymTextEnv
 from torchrl_mt.collectors import CollectorOptions, Limits
 
@@ -245,8 +245,12 @@ class Vector(gym.vector.VectorEnv):
     num_envs = 2
 
 
-def env_of(make="FrozenLake-v1", render=shown, parse=integer):
-    return GymTextEnv(make, render=render, parse=parse)
+def env_of(make="FrozenLake-v1", render=shown, parse=integer, **kwargs):
+    return GymTextEnv(make, render=render, parse=parse, **kwargs)
+
+
+def reset_of(make, **kwargs):
+    return env_of(make, **kwargs).reset()
 
 
 def step_of(inner, said="0", **kwargs):
@@ -264,38 +268,18 @@ VECTOR = "must be a single environment, got the vector environment"
         (lambda: lake().reset(7), TypeError, r"data.*\.$"),
         (lambda: lake().reset({"seed": "a"}), TypeError, r"data.*\.$"),
         (lambda: lake().reset({"sead": 3}), ValueError, r"data.*\.$"),
-        (
-            lambda: text_env(Scripted(), prompt=7).reset(),
-            TypeError,
-            "prompt must be a text, a list of messages",
-        ),
-        (lambda: env_of(Vector).reset(), TypeError, VECTOR),
-        (lambda: env_of(lambda: Vector()).reset(), TypeError, VECTOR),
-        (lambda: env_of(lambda: gym.make_vec("CartPole-v1", 2)).reset(), TypeError, VECTOR),
+        (lambda: reset_of(Scripted, prompt=7), TypeError, "prompt must be a text, a list of mes"),
+        (lambda: reset_of(Vector), TypeError, VECTOR),
+        (lambda: reset_of(lambda: Vector()), TypeError, VECTOR),
+        (lambda: reset_of(lambda: gym.make_vec("CartPole-v1", 2)), TypeError, VECTOR),
         (lambda: env_of(gym.make("FrozenLake-v1")), TypeError, "make must be .* got TimeLimit"),
-        (
-            lambda: env_of(lambda: 7).reset(),
-            TypeError,
-            "make must make an environment with reset and step",
-        ),
+        (lambda: reset_of(lambda: 7), TypeError, "must make an environment with reset and step"),
         (lambda: env_of("NoSuchLake-v1"), gym.error.Error, "NoSuchLake"),
         (lambda: env_of(render=3), TypeError, "render must be a function"),
         (lambda: env_of(parse=3), TypeError, "parse must be a function"),
-        (
-            lambda: env_of(Scripted, render=lambda seen, info: 3).reset(),
-            TypeError,
-            "render must return a text, got int",
-        ),
-        (
-            lambda: text_env(Scripted(opening="start")).reset(),
-            TypeError,
-            r"reset of Scripted must return .* older gym\.$",
-        ),
-        (
-            lambda: step_of(Scripted(("there", 0.0, True, {}))),
-            TypeError,
-            r"step of Scripted .* got tuple of 4 .* older gym\.$",
-        ),
+        (lambda: reset_of(Scripted, render=lambda *_: 3), TypeError, "must return a text, got int"),
+        (lambda: reset_of(lambda: Scripted(opening=3)), TypeError, r"reset of Scr.* older gym\.$"),
+        (lambda: step_of(Scripted(("a", 0, True, {}))), TypeError, r"step of Scr.* of 4 .* gym\.$"),
         (lambda: step_of(Scripted(), "left", parse={"up": 0}.__getitem__), KeyError, "left"),
     ],
 )
@@ -374,21 +358,13 @@ def test_an_environment_that_is_made_too_late_is_closed():
         return inner
 
     env = GymTextEnv(make, render=shown, parse=integer)
-    result = SimpleNamespace(error=None)
-
-    def reset():
-        try:
-            env.reset()
-        except RuntimeError as error:
-            result.error = error
-
-    thread = threading.Thread(target=reset)
-    thread.start()
+    reset = in_thread(env.reset)
     closing.wait()
     env.close()
     going_on.set()
-    thread.join()
-    assert "closed" in str(result.error)
+    error = reset()
+    assert isinstance(error, RuntimeError)
+    assert "closed" in str(error)
     assert inner.asked == ["close"]
 
 

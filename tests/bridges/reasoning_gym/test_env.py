@@ -6,13 +6,13 @@ import copy
 import inspect
 import pickle
 import sys
-import threading
 
 import numpy as np
 import pytest
 
 from tests.bridges.collecting import collect
 from tests.tiers import first_fast
+from tests.waiting import in_thread
 from torchrl_mt.bridges.reasoning_gym import ReasoningGymEnv
 from torchrl_mt.bridges.reasoning_gym.evaluated_answers import harmless
 from torchrl_mt.collectors import CollectorOptions
@@ -261,18 +261,13 @@ def test_questions_do_not_depend_on_who_else_asks(name):
     env = ReasoningGymEnv(name, size=8)
     alone = [asked(env, {"index": k}) for k in range(8)]
     state = np.random.get_state()[1].tolist()  # noqa: NPY002
-    found = {}
 
     def ask(k):
         mine = copy.deepcopy(env)
-        found[k] = [asked(mine, {"index": i % 8}) for i in range(k, k + 8)]
+        return [asked(mine, {"index": i % 8}) for i in range(k, k + 8)]
 
-    threads = [threading.Thread(target=ask, args=[k]) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(found[k] == alone[k:] + alone[:k] for k in range(8))
+    found = [in_thread(ask, k) for k in range(8)]
+    assert all(found[k]() == alone[k:] + alone[:k] for k in range(8))
     assert np.random.get_state()[1].tolist() == state  # noqa: NPY002
 
 

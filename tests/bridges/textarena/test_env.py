@@ -13,6 +13,7 @@ import sys
 import threading
 import zlib
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -154,15 +155,12 @@ def test_a_game_is_that_of_textarena(name, seed, data):
     asyncio.run(compare())
 
 
-def test_invalid_moves_are_those_of_textarena():
-    async def check():
-        env = TextArenaEnv("GuessTheNumber-v0")
-        _, (first, second) = await play(env, {"seed": 3}, ["hm", "[50]"])
-        assert first.messages[0]["content"].startswith("[GAME] You attempted an invalid move.")
-        assert (first.reward, first.done, first.info) == (0.0, False, None)
-        assert (second.reward, second.terminated, second.info["invalid_move"]) == (0.0, True, True)
-
-    asyncio.run(check())
+async def test_invalid_moves_are_those_of_textarena():
+    env = TextArenaEnv("GuessTheNumber-v0")
+    _, (first, second) = await play(env, {"seed": 3}, ["hm", "[50]"])
+    assert first.messages[0]["content"].startswith("[GAME] You attempted an invalid move.")
+    assert (first.reward, first.done, first.info) == (0.0, False, None)
+    assert (second.reward, second.terminated, second.info["invalid_move"]) == (0.0, True, True)
 
 
 def test_whole_observations_take_the_place_of_the_dialogue():
@@ -221,7 +219,7 @@ def register(name, entry_point):
 register("Dice-v0", Dice)
 
 
-def test_games_of_a_seed_are_the_same_whatever_else_draws():
+async def test_games_of_a_seed_are_the_same_whatever_else_draws():
     def disturb():
         random.seed(0)
         np.random.seed(0)
@@ -230,21 +228,18 @@ def test_games_of_a_seed_are_the_same_whatever_else_draws():
         disturb()
         return "go"
 
-    async def check():
-        env = TextArenaEnv("Dice-v0", opponents=[others, others], player_id=1)
-        alone = await play(copy.deepcopy(env), {"seed": 7}, ["go"] * 3)
-        at_once = await asyncio.gather(
-            *(play(copy.deepcopy(env), {"seed": 7 + k % 2}, ["go"] * 3, disturb) for k in range(8))
-        )
-        assert at_once[::2] == [alone] * 4
-        assert at_once[1::2] == [at_once[1]] * 4
-        assert at_once[1] != alone
-        env = TextArenaEnv("Dice-v0", opponents=[plays, plays], player_id=1)
-        before = random.getstate(), np.random.get_state()[1].tolist()
-        await play(env, {"seed": 7}, ["go"] * 3)
-        assert before == (random.getstate(), np.random.get_state()[1].tolist())
-
-    asyncio.run(check())
+    env = TextArenaEnv("Dice-v0", opponents=[others, others], player_id=1)
+    alone = await play(copy.deepcopy(env), {"seed": 7}, ["go"] * 3)
+    at_once = await asyncio.gather(
+        *(play(copy.deepcopy(env), {"seed": 7 + k % 2}, ["go"] * 3, disturb) for k in range(8))
+    )
+    assert at_once[::2] == [alone] * 4
+    assert at_once[1::2] == [at_once[1]] * 4
+    assert at_once[1] != alone
+    env = TextArenaEnv("Dice-v0", opponents=[plays, plays], player_id=1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    await play(env, {"seed": 7}, ["go"] * 3)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_outside_of_episodes_the_same_modules_draw_from_the_global_generators():
@@ -258,26 +253,20 @@ def test_outside_of_episodes_the_same_modules_draw_from_the_global_generators():
     assert numbers == [random.Random(11).randint(1, 20)] * 2
 
 
-def test_games_without_a_seed_differ_and_say_their_seed():
-    async def check():
-        env = TextArenaEnv("Dice-v0")
-        first, (end,) = await play(env, None, ["end"])
-        again, _ = await play(env, {"seed": end.info["seed"]}, ["end"])
-        other, _ = await play(env, {}, ["end"])
-        assert first == again != other
-
-    asyncio.run(check())
+async def test_games_without_a_seed_differ_and_say_their_seed():
+    env = TextArenaEnv("Dice-v0")
+    first, (end,) = await play(env, None, ["end"])
+    again, _ = await play(env, {"seed": end.info["seed"]}, ["end"])
+    other, _ = await play(env, {}, ["end"])
+    assert first == again != other
 
 
-def test_data_without_a_seed_determines_the_game():
-    async def check():
-        env = TextArenaEnv("Dice-v0", opponents=plays, player_id=None)
-        first, (end,) = await play(env, {"label": 1}, ["end"])
-        assert await play(copy.deepcopy(env), {"label": 1}, ["end"]) == (first, [end])
-        assert await env.reset({"label": 2}) != first
-        assert await env.reset({"seed": end.info["seed"]}) == first
-
-    asyncio.run(check())
+async def test_data_without_a_seed_determines_the_game():
+    env = TextArenaEnv("Dice-v0", opponents=plays, player_id=None)
+    first, (end,) = await play(env, {"label": 1}, ["end"])
+    assert await play(copy.deepcopy(env), {"label": 1}, ["end"]) == (first, [end])
+    assert await env.reset({"label": 2}) != first
+    assert await env.reset({"seed": end.info["seed"]}) == first
 
 
 GLOBALS = """
@@ -330,21 +319,18 @@ def test_only_games_that_write_globals_take_turns():
         ("Slitherlink-v0", 0.0, "Bad action format. Use [h row col] or [v row col]."),
     ],
 )
-def test_games_that_swap_the_reason_and_the_reward_mean_a_number(name, reward, reason):
-    async def check():
-        env = TextArenaEnv(name)
-        valid = ["[S 9]"] if name == "Cryptarithm-v0" else []
-        _, steps = await play(env, {"seed": 3}, [*valid, "hm"])
-        assert f"Reason: {reason}" in steps[-1].messages[0]["content"]
-        progress = env._game._calculate_progress() if reward is None else reward
-        step = await copy.deepcopy(env).step("hm")
-        assert step == await env.step("hm")
-        assert step.done
-        assert step.info["reason"].startswith(f"Invalid Move: {reason}")
-        assert step.info["invalid_move"]
-        assert step.reward == progress
-
-    asyncio.run(check())
+async def test_games_that_swap_the_reason_and_the_reward_mean_a_number(name, reward, reason):
+    env = TextArenaEnv(name)
+    valid = ["[S 9]"] if name == "Cryptarithm-v0" else []
+    _, steps = await play(env, {"seed": 3}, [*valid, "hm"])
+    assert f"Reason: {reason}" in steps[-1].messages[0]["content"]
+    progress = env._game._calculate_progress() if reward is None else reward
+    step = await copy.deepcopy(env).step("hm")
+    assert step == await env.step("hm")
+    assert step.done
+    assert step.info["reason"].startswith(f"Invalid Move: {reason}")
+    assert step.info["invalid_move"]
+    assert step.reward == progress
 
 
 # Games that never end: two with a single player, one with so few words, one with players that err.
@@ -355,7 +341,7 @@ OTHERS = sorted(name for name in OTHERS.values() if not name.startswith(ENDLESS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_game_is_the_same_for_the_same_seed(name):
+async def test_every_game_is_the_same_for_the_same_seed(name):
     try:
         ta.make(name)
     except Exception as error:
@@ -372,42 +358,36 @@ def test_every_game_is_the_same_for_the_same_seed(name):
                 return [*seen, step]
         return seen
 
-    async def check():
-        for number in range(1, 7):
-            try:
-                first = await game(number, lambda: None)
-            except ValueError as error:
-                if "does not begin" in str(error):
-                    continue
-                pytest.skip(f"an error of the game: {error}")
-            except Exception as error:  # Of the game, such as one that plays() loses at once.
-                pytest.skip(f"an error of the game: {error}")
-            assert first == await game(number, lambda: random.seed(1))
-            return
-
-    asyncio.run(check())
+    for number in range(1, 7):
+        try:
+            first = await game(number, lambda: None)
+        except ValueError as error:
+            if "does not begin" in str(error):
+                continue
+            pytest.skip(f"an error of the game: {error}")
+        except Exception as error:  # Of the game, such as one that plays() loses at once.
+            pytest.skip(f"an error of the game: {error}")
+        assert first == await game(number, lambda: random.seed(1))
+        return
 
 
 # ---- players -------------------------------------------------------------------------------------
 
 
-def test_the_seed_draws_the_players_seat_if_it_is_not_given():
+async def test_the_seed_draws_the_players_seat_if_it_is_not_given():
     async def seat(**data):
         env = TextArenaEnv("Dice-v0", opponents=[plays, plays], player_id=None)
         _, (step,) = await play(env, data, ["end"])
         assert step.reward == step.info["player_id"] / 4
         return step.info["player_id"]
 
-    async def check():
-        seats = [await seat(seed=k) for k in range(20)]
-        assert set(seats) == {0, 1, 2}
-        assert seats == [await seat(seed=k) for k in range(20)]
-        assert [await seat(seed=5, player_id=k) for k in range(3)] == [0, 1, 2]
-
-    asyncio.run(check())
+    seats = [await seat(seed=k) for k in range(20)]
+    assert set(seats) == {0, 1, 2}
+    assert seats == [await seat(seed=k) for k in range(20)]
+    assert [await seat(seed=5, player_id=k) for k in range(3)] == [0, 1, 2]
 
 
-def test_opponents_play_their_seats_in_order_plain_or_async():
+async def test_opponents_play_their_seats_in_order_plain_or_async():
     threads, seen = set(), []
 
     def plain(observation):
@@ -419,14 +399,11 @@ def test_opponents_play_their_seats_in_order_plain_or_async():
         seen.append("async")
         return "b"
 
-    async def check():
-        env = TextArenaEnv("Dice-v0", opponents=[plain, waits], player_id=1)
-        _, steps = await play(env, {"seed": 1}, ["go", "end"])
-        assert seen == ["plain", "async", "plain"]
-        assert threading.main_thread() not in threads
-        assert steps[-1].info["rewards"] == {0: 0.0, 1: 0.25, 2: 0.5}
-
-    asyncio.run(check())
+    env = TextArenaEnv("Dice-v0", opponents=[plain, waits], player_id=1)
+    _, steps = await play(env, {"seed": 1}, ["go", "end"])
+    assert seen == ["plain", "async", "plain"]
+    assert threading.main_thread() not in threads
+    assert steps[-1].info["rewards"] == {0: 0.0, 1: 0.25, 2: 0.5}
 
 
 # ---- games that are odd --------------------------------------------------------------------------
@@ -467,15 +444,12 @@ def test_word_games_share_their_dictionary():
     assert games[0].word_list is not games[1].word_list
 
 
-def test_a_step_without_a_game_is_refused():
-    async def check():
-        env = TextArenaEnv("Dice-v0")
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"no episode under way: call reset first\.$"):
-                await env.step("go")
-            await play(env, {"seed": 1}, ["go", "end"])
-
-    asyncio.run(check())
+async def test_a_step_without_a_game_is_refused():
+    env = TextArenaEnv("Dice-v0")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"no episode under way: call reset first\.$"):
+            await env.step("go")
+        await play(env, {"seed": 1}, ["go", "end"])
 
 
 def test_an_opponent_may_end_the_game():
@@ -484,82 +458,55 @@ def test_an_opponent_may_end_the_game():
     assert (step.terminated, step.info["rewards"]) == (True, {0: 0.0, 1: 0.25, 2: 0.5})
 
 
-def dice(*moves, name="Dice-v0", data=None, **arguments):
-    """Play a game."""
-    return asyncio.run(play(TextArenaEnv(name, **arguments), data or {"seed": 1}, moves))
-
-
-def unjudged(end):
-    register("Unjudged-v0", lambda: Dice(end=end))
-    return dice("end", name="Unjudged-v0")
-
-
 ANY = {"opponents": plays, "player_id": None}
+DATA = r"^(data|player_id).*\.$"
+UNJUDGED = {f"Unjudged{k}-v0": end for k, end in enumerate(({1: 0.5}, {0: "Lost."}, {0: None}))}
+"""Games that end without a reward for the first player."""
+for name, end in UNJUDGED.items():
+    register(name, partial(Dice, end=end))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        *(
-            (lambda data=data: dice(data=data, **ANY), error, r"(data|player_id).*\.$")
-            for data, error in [
-                (7, TypeError),
-                ({"seed": "a"}, TypeError),
-                ({"sed": 3}, ValueError),
-                ({"seed": 1, "player_id": 2}, ValueError),
-                ({"seed": 1, "player_id": "1"}, ValueError),
-            ]
-        ),
+        ({"data": 7, **ANY}, TypeError, DATA),
+        ({"data": {"seed": "a"}, **ANY}, TypeError, DATA),
+        ({"data": {"sed": 3}, **ANY}, ValueError, DATA),
+        ({"data": {"seed": 1, "player_id": 2}, **ANY}, ValueError, DATA),
+        ({"data": {"seed": 1, "player_id": "1"}, **ANY}, ValueError, DATA),
         (
-            lambda: dice(data={"seed": 1, "player_id": 1}, opponents=plays),
+            {"data": {"player_id": 1}},
             ValueError,
             r"data\['player_id'\] must be 0,.*got 1: .*None.*\.$",
         ),
-        *(
-            (lambda arguments=arguments: dice(**arguments), error, message)
-            for arguments, error, message in [
-                ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
-                ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
-                ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
-                (
-                    {"opponents": plays, "player_id": 2},
-                    ValueError,
-                    "player_id must be one of the 2",
-                ),
-                ({"player_id": True}, ValueError, "player_id"),
-                ({"num_players": 0}, ValueError, "num_players"),
-                ({"colour": "red"}, TypeError, "colour"),
-                ({"name": "No"}, ValueError, "env_id must be a registered game of .* got 'No'"),
-                (
-                    {"name": "TicTacToe-v0"},
-                    ValueError,
-                    r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
-                ),
-                (
-                    {"opponents": lambda seen: "end", "player_id": 1},
-                    RuntimeError,
-                    "over before the first turn of the model's player 1: so",
-                ),
-            ]
-        ),
+        ({"num_players": 2}, ValueError, "opponents must play the 1 other seats"),
+        ({"opponents": [plays], "num_players": 3}, ValueError, "got 1 of them"),
+        ({"opponents": [plays, 3]}, TypeError, "opponents must be a function"),
+        ({"opponents": plays, "player_id": 2}, ValueError, "player_id must be one of the 2"),
+        ({"player_id": True}, ValueError, "player_id"),
+        ({"num_players": 0}, ValueError, "num_players"),
+        ({"colour": "red"}, TypeError, "colour"),
+        ({"name": "No"}, ValueError, "env_id must be a registered game of .* got 'No'"),
         (
-            lambda: dice("go", opponents=lambda seen: 4),
-            TypeError,
-            r"opponents must return a move.* got 4 .* player 1\.$",
+            {"name": "TicTacToe-v0"},
+            ValueError,
+            r"TicTacToe-v0 does not begin with num_players=1 .* received 1\. Opponents",
         ),
+        ({"opponents": lambda _: "end", "player_id": 1}, RuntimeError, "model's player 1: so"),
+        ({"opponents": lambda _: 4}, TypeError, r"opponents must return .* got 4 .* player 1\.$"),
         *(
-            (
-                lambda end=end: unjudged(end),
-                ValueError,
-                "ended without a reward for player 0: its re",
-            )
-            for end in ({1: 0.5}, {0: "You lost."}, {0: None})
+            ({"name": name}, ValueError, "without a reward for player 0: its re")
+            for name in UNJUDGED
         ),
     ],
 )
-def test_wrong_calls_are_refused(call, error, message):
+def test_wrong_calls_are_refused(arguments, error, message):
+    arguments = {"name": "Dice-v0", "data": {"seed": 1}, **arguments}
+    name, data = arguments.pop("name"), arguments.pop("data")
     with pytest.raises(error, match=message):
-        call()
+        asyncio.run(
+            play(TextArenaEnv(name, **arguments), data, ["end" if name in UNJUDGED else "go"])
+        )
 
 
 def test_a_missing_library_is_named(monkeypatch):
@@ -571,19 +518,16 @@ def test_a_missing_library_is_named(monkeypatch):
 # ---- copies and collectors -----------------------------------------------------------------------
 
 
-def test_copies_share_the_constructed_game_and_play_their_own():
-    async def check():
-        env = TextArenaEnv("Dice-v0")
-        assert copy.deepcopy(env)._template is env._template
-        await env.reset({"seed": 1})
-        copied = copy.deepcopy(env)
-        assert (await env.step("go")) == (await copied.step("go"))
-        assert (await env.step("end")).done
-        assert not (await copied.step("go")).done
-        pickled = pickle.loads(pickle.dumps(TextArenaEnv("Nim-v0", opponents=plays)))
-        assert await pickled.reset({"seed": 1})
-
-    asyncio.run(check())
+async def test_copies_share_the_constructed_game_and_play_their_own():
+    env = TextArenaEnv("Dice-v0")
+    assert copy.deepcopy(env)._template is env._template
+    await env.reset({"seed": 1})
+    copied = copy.deepcopy(env)
+    assert (await env.step("go")) == (await copied.step("go"))
+    assert (await env.step("end")).done
+    assert not (await copied.step("go")).done
+    pickled = pickle.loads(pickle.dumps(TextArenaEnv("Nim-v0", opponents=plays)))
+    assert await pickled.reset({"seed": 1})
 
 
 @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "TicTacToe-v0"])

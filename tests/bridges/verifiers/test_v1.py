@@ -25,7 +25,7 @@ from tests.chat.families import QWEN25  # noqa: E402
 from tests.chat.families_in_play import tokenizer_of  # noqa: E402
 from tests.collectors.conftest import idle_clock, time_to_close  # noqa: E402, F401
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
-from tests.envs.test_tool_env import call, says  # noqa: E402
+from tests.envs.speaking import call, says  # noqa: E402
 from tests.idle_clock import hang  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402

@@ -102,11 +102,6 @@ def test_a_number_goes_before_a_seed():
         assert hint(env.step(str(number))) == "correct"
 
 
-def test_the_first_message_is_short():
-    (message,) = GuessNumber(9).reset()
-    assert message == {"role": "user", "content": "guess 1 to 9"}
-
-
 def test_the_game_may_begin_with_a_dialogue():
     opening = [
         {"role": "system", "content": "numbers are 1 to {numbers}"},

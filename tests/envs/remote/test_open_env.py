@@ -10,7 +10,6 @@ import pickle
 import socket
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import pytest
@@ -98,17 +97,19 @@ async def play(env, *responses, data=None):
         await env.close()
 
 
+@asynccontextmanager
+async def at(fake, **options):
+    """An environment at a fake server."""
+    async with fake.running() as url:
+        yield OpenEnvEnv(url, **options)
+
+
 def run(fake, *responses, data=None, **options):
     """An episode in a fake server."""
-    return at(fake, lambda env: play(env, *responses, data=data), **options)
-
-
-def at(fake, play, **options):
-    """Run a coroutine of an environment at a fake server."""
 
     async def main():
-        async with fake.running() as url:
-            return await play(OpenEnvEnv(url, **options))
+        async with at(fake, **options) as env:
+            return await play(env, *responses, data=data)
 
     return asyncio.run(main())
 
@@ -128,22 +129,17 @@ def test_a_served_environment_is_played_as_at_home(env):
         wait_until(lambda: server.sessions == 0)
 
 
-def test_tools_messages_and_whole_texts_arrive():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_tools_messages_and_whole_texts_arrive():
+    with serve(Shop) as server:
+        env = OpenEnvEnv(server.url)
         assert not env.whole_text
         await env.reset()
         assert env.tool_schemas[0]["function"]["name"] == "buy"
         assert env.whole_text
-        step = await env.step(
-            "all of it", {"role": "assistant", "content": "a", "tool_calls": [{}]}
-        )
+        said = {"role": "assistant", "content": "a", "tool_calls": [{}]}
+        step = await env.step("all of it", said)
         await env.reset()
         assert (await env.step("alone")).messages[0]["content"] == "alone/alone/0"
-        return step
-
-    with serve(Shop) as server:
-        step = asyncio.run(main(server.url))
     assert step.messages == [{"role": "tool", "content": "all of it/a/1"}]
     assert (step.done, step.truncated) == (True, True)
 
@@ -168,39 +164,33 @@ def test_other_servers_are_told_no_step_ids():
     assert [set(request) for request in fake.requests[1:3]] == [{"type", "data"}] * 2
 
 
-def test_copies_share_no_session():
-    async def main(url):
-        class Mine(OpenEnvEnv):
-            pass
+async def test_copies_share_no_session():
+    class Mine(OpenEnvEnv):
+        pass
 
-        env = Mine([url, url])
+    with serve(Echo) as server:
+        env = Mine([server.url, server.url])
         env.more = [1]
         await env.reset(1)
         other = copy.deepcopy(env)
         assert type(other) is Mine
         assert other.more == [1]
         assert other.more is not env.more
-        with pytest.raises(RuntimeError, match="await reset"):
+        with pytest.raises(RuntimeError, match="reset first"):
             await other.step("a")
         await other.reset(2)
         assert (await env.step("a")).info == (await other.step("a")).info == {"heard": 1}
         await asyncio.gather(env.close(), other.close(), copy.deepcopy(env).close())
-
-    with serve(Echo) as server:
-        asyncio.run(main(server.url))
         wait_until(lambda: server.sessions == 0)
 
 
-def test_an_environment_may_be_reset_again():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_an_environment_may_be_reset_again():
+    with serve(Echo, max_sessions=1) as server:
+        env = OpenEnvEnv(server.url)
         for item in range(3):
             assert (await env.reset(item))[0]["content"] == f"item: {item}"
             await env.step("a")
         await env.close()
-
-    with serve(Echo, max_sessions=1) as server:
-        asyncio.run(main(server.url))
         wait_until(lambda: server.sessions == 0)
 
 
@@ -211,11 +201,6 @@ def test_an_item_that_json_cannot_hold_is_refused(item):
 
 
 # ---- observations and actions of other servers --------------------------------------------------
-
-
-@dataclass
-class Seen:
-    text: str
 
 
 @pytest.mark.parametrize(
@@ -310,10 +295,9 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("answer", MALFORMED)
-def test_an_answer_that_is_not_understood_ends_the_session(answer):
+async def test_an_answer_that_is_not_understood_ends_the_session(answer):
     fake = Fake(answer)
-
-    async def check(env):
+    async with at(fake) as env:
         await env.reset()
         with pytest.raises(OpenEnvProtocolError, match=r"^step at ws://127.0.0.1:\d+/ws failed: "):
             await env.step("a")
@@ -321,8 +305,6 @@ def test_an_answer_that_is_not_understood_ends_the_session(answer):
             await env.step("b")
         await fake.gone()
         assert fake.connections == 1
-
-    at(fake, check)
 
 
 def test_text_that_is_no_text_ends_the_session():
@@ -333,20 +315,18 @@ def test_text_that_is_no_text_ends_the_session():
         run(Fake(garble), "a")
 
 
-def test_an_answer_that_comes_twice_is_not_that_of_the_next_question():
+async def test_an_answer_that_comes_twice_is_not_that_of_the_next_question():
     async def twice(connection):
         await connection.send(observed(**NOTHING, reward=1.0))
         return observed(**NOTHING, reward=1.0)
 
-    async def check(env):
+    async with at(Fake(twice, NOTHING)) as env:
         await env.reset()
         assert (await env.step("a")).reward == 1.0
         while not env._session._connection.recv_messages.frames:
             await asyncio.sleep(0.001)
         with pytest.raises(OpenEnvProtocolError, match="unasked"):
             await env.step("b")
-
-    at(Fake(twice, NOTHING), check)
 
 
 def test_an_opening_that_is_not_understood_ends_the_session():
@@ -396,10 +376,9 @@ async def leave(connection):
 @pytest.mark.parametrize(
     ("answer", "why"), [(vanish, "connection broke"), (leave, "4321 good night")]
 )
-def test_a_lost_session_is_never_replaced(answer, why):
+async def test_a_lost_session_is_never_replaced(answer, why):
     fake = Fake(OPENING, answer)
-
-    async def check(env):
+    async with at(fake) as env:
         await env.reset()
         await env.step("a")
         with pytest.raises(OpenEnvConnectionError, match=why):
@@ -413,25 +392,19 @@ def test_a_lost_session_is_never_replaced(answer, why):
         assert fake.connections == 2
         await env.close()
 
-    at(fake, check)
 
-
-def test_an_idle_session_is_lost_by_that_name():
-    async def main(url):
-        env = OpenEnvEnv(url)
+async def test_an_idle_session_is_lost_by_that_name():
+    with serve(Echo, idle_timeout=0.01) as server:
+        env = OpenEnvEnv(server.url)
         await env.reset()
         await env._session._connection.wait_closed()
         with pytest.raises(OpenEnvConnectionError, match=r"was lost.*4408 idle for 0.01 seconds"):
             await env.step("a")
 
-    with serve(Echo, idle_timeout=0.01) as server:
-        asyncio.run(main(server.url))
 
-
-def test_a_late_answer_is_never_that_of_a_later_question():
+async def test_a_late_answer_is_never_that_of_a_later_question():
     fake = Fake(None)
-
-    async def check(env):
+    async with at(fake, timeout=0.05) as env:
         await env.reset()
         with pytest.raises(OpenEnvTimeoutError, match=r"no reply within 0.05 seconds"):
             await env.step("a")
@@ -440,17 +413,14 @@ def test_a_late_answer_is_never_that_of_a_later_question():
         await fake.gone()
         assert len(fake.requests) == 2
 
-    at(fake, check, timeout=0.05)
-
 
 @pytest.mark.parametrize("call", ["reset", "step"])
-def test_a_cancelled_call_ends_its_session(call):
+async def test_a_cancelled_call_ends_its_session(call):
     async def silent(connection):
         asked.set()
 
     asked, fake = asyncio.Event(), Fake(silent, resets=silent if call == "reset" else OPENING)
-
-    async def check(env):
+    async with at(fake) as env:
         if call == "step":
             await env.reset()
         task = asyncio.create_task(env.reset() if call == "reset" else env.step("a"))
@@ -459,26 +429,21 @@ def test_a_cancelled_call_ends_its_session(call):
         with pytest.raises(asyncio.CancelledError):
             await task
         await fake.gone()
-        with pytest.raises((OpenEnvConnectionError, RuntimeError), match=r"cancelled|await reset"):
+        with pytest.raises((OpenEnvConnectionError, RuntimeError), match=r"cancelled|reset first"):
             await env.step("b")
         assert not any(each.running for each in session_module._servers.values())
 
-    at(fake, check)
 
-
-def test_a_server_that_does_not_take_leave_holds_nobody_up(monkeypatch):
+async def test_a_server_that_does_not_take_leave_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(session_module, "_GOODBYE_SECONDS", 0.05)
 
     async def sleep(connection):
         connection.transport.pause_reading()
         return observed(**NOTHING, done=True)
 
-    async def main():
-        fake = Fake(sleep)
-        async with fake.running(close_timeout=0.1) as url:
-            assert (await play(OpenEnvEnv(url), "a"))[1].done
-
-    asyncio.run(main())
+    fake = Fake(sleep)
+    async with fake.running(close_timeout=0.1) as url:
+        assert (await play(OpenEnvEnv(url), "a"))[1].done
 
 
 # ---- servers that are full or not there ---------------------------------------------------------
@@ -507,23 +472,20 @@ def test_an_episode_waits_for_room(refusal, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("status", "waits"), [(s, s in (429, 503)) for s in (429, 503, 401, 404, 502)]
 )
-def test_the_status_of_a_refused_handshake(status, waits, monkeypatch):
+async def test_the_status_of_a_refused_handshake(status, waits, monkeypatch):
     monkeypatch.setattr(session_module, "_FIRST_PAUSE", 0.001)
     refusals = [status] * 3
 
     def process_request(connection, request):
         return connection.respond(refusals.pop(), "because") if refusals else None
 
-    async def main():
-        async with Fake().running(process_request=process_request) as url:
-            if waits:
-                await play(OpenEnvEnv(url))
-                assert not refusals
-                return
-            with pytest.raises(OpenEnvConnectionError, match=f"status {status}: because"):
-                await OpenEnvEnv(url).reset()
-
-    asyncio.run(main())
+    async with Fake().running(process_request=process_request) as url:
+        if waits:
+            await play(OpenEnvEnv(url))
+            assert not refusals
+            return
+        with pytest.raises(OpenEnvConnectionError, match=f"status {status}: because"):
+            await OpenEnvEnv(url).reset()
 
 
 def test_one_at_a_time_asks_a_full_server_again(monkeypatch):
@@ -563,30 +525,24 @@ def unused_port():
         return listening.getsockname()[1]
 
 
-def test_a_session_goes_where_the_fewest_are():
-    async def main():
-        fakes = [Fake(), Fake(), Fake()]
-        async with fakes[0].running() as a, fakes[1].running() as b, fakes[2].running() as c:
-            urls = [f"http://127.0.0.1:{unused_port()}", a, b, c]
-            envs = [OpenEnvEnv(urls) for _ in range(9)]
-            await asyncio.gather(*(env.reset() for env in envs))
-            assert [fake.open for fake in fakes] == [3, 3, 3]
-            await asyncio.gather(*(env.close() for env in envs))
-            assert not any(each.running for each in session_module._servers.values())
-
-    asyncio.run(main())
+async def test_a_session_goes_where_the_fewest_are():
+    fakes = [Fake(), Fake(), Fake()]
+    async with fakes[0].running() as a, fakes[1].running() as b, fakes[2].running() as c:
+        urls = [f"http://127.0.0.1:{unused_port()}", a, b, c]
+        envs = [OpenEnvEnv(urls) for _ in range(9)]
+        await asyncio.gather(*(env.reset() for env in envs))
+        assert [fake.open for fake in fakes] == [3, 3, 3]
+        await asyncio.gather(*(env.close() for env in envs))
+        assert not any(each.running for each in session_module._servers.values())
 
 
-def test_a_server_that_is_full_is_left_for_another():
-    async def main():
-        full, free = Fake(resets=error("CAPACITY_REACHED")), Fake()
-        async with full.running() as a, free.running() as b:
-            for _ in range(3):
-                await play(OpenEnvEnv([a, b]))
-            assert full.connections <= 1  # then it was asked last
-            assert free.connections == 3
-
-    asyncio.run(main())
+async def test_a_server_that_is_full_is_left_for_another():
+    full, free = Fake(resets=error("CAPACITY_REACHED")), Fake()
+    async with full.running() as a, free.running() as b:
+        for _ in range(3):
+            await play(OpenEnvEnv([a, b]))
+        assert full.connections <= 1  # then it was asked last
+        assert free.connections == 3
 
 
 def test_a_server_that_is_not_there_rejects_the_episode():
@@ -673,7 +629,7 @@ def test_an_episode_on_two_event_loops_is_named():
 
 
 @pytest.mark.parametrize("place", ["ws://127.0.0.1:9/ws", "http://elsewhere/ws", "http://["])
-def test_redirects_are_not_followed(place):
+async def test_redirects_are_not_followed(place):
     """Headers may have secrets that are for this server alone."""
 
     def move(connection, request):
@@ -681,14 +637,11 @@ def test_redirects_are_not_followed(place):
         response.headers["Location"] = place
         return response
 
-    async def main():
-        async with serve_websockets(None, "127.0.0.1", 0, process_request=move) as made:
-            port = made.sockets[0].getsockname()[1]
-            env = OpenEnvEnv(f"http://127.0.0.1:{port}", headers={"X-Key": "secret"})
-            with pytest.raises(OpenEnvConnectionError, match="give that address"):
-                await env.reset({})
-
-    asyncio.run(main())
+    async with serve_websockets(None, "127.0.0.1", 0, process_request=move) as made:
+        port = made.sockets[0].getsockname()[1]
+        env = OpenEnvEnv(f"http://127.0.0.1:{port}", headers={"X-Key": "secret"})
+        with pytest.raises(OpenEnvConnectionError, match="give that address"):
+            await env.reset({})
 
 
 def test_images_of_served_environments_arrive_as_files():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from tests.envs.remote.served_envs import END, Asynchronous, Echo, Threaded
+from tests.served_app import served_app
 from tests.waiting import wait_until
 from torchrl_mt.envs import OpenEnvEnv, OpenEnvError, serve
 from torchrl_mt.envs.remote import session as client_session
@@ -22,25 +20,20 @@ pytest.importorskip("websockets")
 pytestmark = pytest.mark.slow  # importing openenv takes seconds
 
 
-class Package:
-    """What the tests use of openenv; the places are the same in openenv and openenv-core."""
-
-    def __init__(self) -> None:
-        from openenv.core.client_types import StepResult
-        from openenv.core.env_client import EnvClient
-        from openenv.core.env_server import types
-        from openenv.core.env_server.http_server import create_app
-        from openenv.core.env_server.interfaces import Environment
-        from openenv.core.generic_client import GenericEnvClient
-
-        self.StepResult, self.EnvClient, self.types = StepResult, EnvClient, types
-        self.create_app, self.Environment = create_app, Environment
-        self.GenericEnvClient = GenericEnvClient
-
-
 @pytest.fixture(scope="module")
 def openenv():
-    return Package()
+    """What the tests use of openenv; the places are the same in openenv and openenv-core."""
+    from openenv.core.client_types import StepResult
+    from openenv.core.env_client import EnvClient
+    from openenv.core.env_server import types
+    from openenv.core.env_server.http_server import create_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.generic_client import GenericEnvClient
+
+    return SimpleNamespace(
+        StepResult=StepResult, EnvClient=EnvClient, types=types, create_app=create_app,
+        Environment=Environment, GenericEnvClient=GenericEnvClient,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,30 +92,7 @@ def guessing(openenv):
         def _parse_state(self, payload):
             return types.State(**payload)
 
-    class Record:
-        pass
-
-    record: Any = Record()
-    record.Guess, record.Hint, record.Guessing, record.Client = Guess, Hint, Guessing, Client
-    return record
-
-
-@contextmanager
-def running(app):
-    """The address of an application that uvicorn serves."""
-    import uvicorn
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="websockets-sansio"))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
+    return SimpleNamespace(Guess=Guess, Hint=Hint, Guessing=Guessing, Client=Client)
 
 
 @pytest.fixture
@@ -130,7 +100,7 @@ def address(openenv, guessing):
     app = openenv.create_app(
         guessing.Guessing, guessing.Guess, guessing.Hint, max_concurrent_envs=2
     )
-    with running(app) as url:
+    with served_app(app, ws="websockets-sansio") as url:
         yield url
         wait_until(lambda: not guessing.Guessing.open)
 

@@ -349,19 +349,8 @@ def test_an_environment_that_breaks_is_an_error_of_its_session(env, caplog):
             for item in ("text", "raise"):
                 assert client.code({"type": "reset", "data": {"data": item}}) == "EXECUTION_ERROR"
             client.reset()
-            names = [
-                "exit",
-                "stop",
-                "cancel",
-                "none",
-                "nan",
-                "text",
-                "info",
-                "list",
-                "messages",
-                "inf",
-            ]
-            codes = dict.fromkeys(names, "EXECUTION_ERROR")
+            names = "exit stop cancel none nan text info list messages inf"
+            codes = dict.fromkeys(names.split(), "EXECUTION_ERROR")
             client.code({"type": "step", "data": {"response": "exit"}})
             for response, code in {**codes, "mute": "SESSION_ERROR"}.items():
                 assert client.code({"type": "step", "data": {"response": response}}) == code

@@ -18,7 +18,7 @@ import pytest
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.remote.worker_envs import Closes, Counts, GoesWrong
 from tests.envs.remote.workers_left import health, is_served, processes
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import OpenEnvEnv, create_workers
 from torchrl_mt.envs.remote import WorkerError
@@ -86,32 +86,23 @@ def test_workers_may_have_addresses_in_a_row():
 @pytest.mark.slow
 def test_any_thread_may_stop_a_worker_and_all_wait():
     workers = create(2)
-    stopped = []
 
     def stop():
         workers.stop()
-        stopped.append(processes())
+        return processes()
 
-    threads = [threading.Thread(target=stop) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert stopped == [[]] * 8
+    stopping = [in_thread(stop) for _ in range(8)]
+    assert [stopped() for stopped in stopping] == [[]] * 8
 
 
 @pytest.mark.slow
-def test_environments_are_closed_where_workers_stop(tmp_path):
+async def test_environments_are_closed_where_workers_stop(tmp_path):
     file = tmp_path / "closed"
-
-    async def play():
-        async with await create_workers(1, Closes, timeout=PATIENCE) as workers:
-            await OpenEnvEnv(workers.urls, timeout=PATIENCE).reset({"file": str(file)})
-            assert health(workers[0].api_url)["sessions"] == 1
-            assert not file.exists()
-        assert file.exists()
-
-    asyncio.run(play())
+    async with await create_workers(1, Closes, timeout=PATIENCE) as workers:
+        await OpenEnvEnv(workers.urls, timeout=PATIENCE).reset({"file": str(file)})
+        assert health(workers[0].api_url)["sessions"] == 1
+        assert not file.exists()
+    assert file.exists()
 
 
 # ---- workers that die ---------------------------------------------------------------------------
@@ -219,22 +210,18 @@ def test_a_start_that_hangs_is_given_up(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "with processes"])
-def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
+async def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
     flag = tmp_path / "flag"
     flag.touch()
     before, running = leftovers(), len(processes())
-
-    async def play():
-        start = asyncio.ensure_future(create_workers(2, GoesWrong(flag, "hang"), timeout=PATIENCE))
-        await asyncio.sleep(0)
-        while when == "with processes" and len(processes()) < running + 2:
-            await asyncio.sleep(0.01)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        assert [left for left in leftovers() if left not in before] == []
-
-    asyncio.run(play())
+    start = asyncio.ensure_future(create_workers(2, GoesWrong(flag, "hang"), timeout=PATIENCE))
+    await asyncio.sleep(0)
+    while when == "with processes" and len(processes()) < running + 2:
+        await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [left for left in leftovers() if left not in before] == []
 
 
 # ---- the end of the parent ----------------------------------------------------------------------

@@ -12,13 +12,14 @@ import base64
 import functools
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 from torchrl_mt.bridges.cua_bench.actions import MAX_WAIT, Action
 from torchrl_mt.bridges.cua_bench.leases import Lease, lease
+from torchrl_mt.checks import import_extra
 from torchrl_mt.http_client import HttpClient, HttpError
 
 __all__ = ["Computer", "ComputerError", "Observation", "Reply", "check_server", "server_form"]
@@ -29,11 +30,21 @@ _CLOSE_SECONDS = 10.0
 """Most seconds to tell a server that an episode is over."""
 _SCREEN = (1920, 1080)
 """Pixels of a screen that is only described in text; cua-bench's own default."""
-_POINTED = {
+_TYPES = {
     "click": "ClickAction",
     "left_double": "DoubleClickAction",
     "right_single": "RightClickAction",
+    "drag": "DragAction",
+    "hotkey": "HotkeyAction",
+    "key": "KeyAction",
+    "type": "TypeAction",
+    "scroll": "ScrollAction",
+    "wait": "WaitAction",
+    "done": "DoneAction",
 }
+"""A server's names of the actions."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"scroll": {"amount": 100}, "wait": {"seconds": 1.0}}
+_DRAG = {"x": "from_x", "y": "from_y", "x2": "to_x", "y2": "to_y"}
 
 
 class ComputerError(HttpError):
@@ -236,24 +247,11 @@ def server_form(action: Action, size: tuple[int, int]) -> dict[str, Any]:
         for name, side in sides.items()
         if name in given
     }
-    if action.name in _POINTED:
-        return {"type": _POINTED[action.name], **pixels}
+    # cua-bench scrolls where the pointer is; other servers may read where to scroll.
+    form = {**_DEFAULTS.get(action.name, {}), **given, **pixels}
     if action.name == "drag":
-        names = {"x": "from_x", "y": "from_y", "x2": "to_x", "y2": "to_y"}
-        return {"type": "DragAction", **{names[name]: pixels[name] for name in names}}
-    if action.name == "scroll":
-        # cua-bench scrolls where the pointer is; other servers may read where to scroll.
-        amount = given.get("amount", 100)
-        return {"type": "ScrollAction", "direction": given["direction"], "amount": amount, **pixels}
-    if action.name == "wait":
-        return {"type": "WaitAction", "seconds": given.get("seconds", 1.0)}
-    forms = {
-        "hotkey": "HotkeyAction",
-        "key": "KeyAction",
-        "type": "TypeAction",
-        "done": "DoneAction",
-    }
-    return {"type": forms[action.name], **given}
+        form = {_DRAG[name]: pixel for name, pixel in form.items()}
+    return {"type": _TYPES[action.name], **form}
 
 
 # ---- screenshots --------------------------------------------------------------------------------
@@ -269,30 +267,13 @@ def _read_screenshot(encoded: Any) -> tuple[str, tuple[int, int]]:
         data = base64.b64decode(encoded, validate=True)
     except ValueError as error:
         raise ValueError(f"screenshot must be in base64 ({error}), got {encoded[:40]!r}") from None
-    kind, size = _kind_and_size(data)
+    pil = import_extra("PIL.Image", "images")
+    try:  # The header alone is read.
+        with pil.open(BytesIO(data), formats=("PNG", "JPEG")) as image:
+            kind, size = "png" if image.format == "PNG" else "jpeg", image.size
+    except Exception:
+        raise ValueError(f"screenshot must be a PNG or JPEG image, got {data[:16]!r}...") from None
     return f"data:image/{kind};base64,{encoded}", size
-
-
-def _kind_and_size(data: bytes) -> tuple[str, tuple[int, int]]:
-    """The kind, width and height of a PNG or JPEG image, from its header."""
-    try:
-        if data.startswith(b"\x89PNG\r\n\x1a\n"):
-            return "png", _checked_size(*struct.unpack_from(">II", data, 16))
-        if data.startswith(b"\xff\xd8"):
-            position = 2
-            while data[position] == 0xFF:
-                marker = data[position + 1]
-                if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-                    height, width = struct.unpack_from(">HH", data, position + 5)
-                    return "jpeg", _checked_size(width, height)
-                # Fill bytes and markers that stand alone have no length.
-                alone = marker == 0xFF or marker == 0x01 or 0xD0 <= marker <= 0xD8
-                position += (1 if marker == 0xFF else 2) if alone else 2
-                if not alone:
-                    position += struct.unpack_from(">H", data, position)[0]
-    except (struct.error, IndexError):
-        pass
-    raise ValueError(f"screenshot must be a PNG or JPEG image, got {data[:16]!r}...")
 
 
 def _checked_size(width: Any, height: Any) -> tuple[int, int]:

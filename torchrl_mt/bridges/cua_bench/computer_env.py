@@ -5,7 +5,6 @@ Only what parses as an action is executed, and every action at most once.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +56,7 @@ class ComputerEnv(TextEnv):
             ``<think>...</think><action>click(0.5, 0.5)</action>``.
 
     Raises:
-        ImportError: if httpx or tenacity is not installed.
+        ImportError: if httpx or tenacity is not installed. A screenshot needs Pillow.
         TypeError: if an argument is of a wrong type.
         ValueError: if an address, a task, a number or ``action_format`` is not as above.
 
@@ -107,14 +106,11 @@ class ComputerEnv(TextEnv):
         self._episode: _Episode | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComputerEnv:
-        copied = copy.copy(self)
-        memo[id(self)] = copied
-        for name in vars(copied).keys() - {"_servers", "_tasks"}:
-            setattr(copied, name, copy.deepcopy(vars(copied)[name], memo))
-        return copied
+        shared = {"_servers": self._servers, "_tasks": self._tasks}
+        return self._copied(memo, _computer=None, _episode=None, **shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or what is sent to another process, plays no episode yet.
+        # What is sent to another process plays no episode yet.
         return {**vars(self), "_computer": None, "_episode": None}
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
@@ -145,11 +141,8 @@ class ComputerEnv(TextEnv):
             ComputerError: if the server fails; the episode is over then.
         """
         # Whatever interrupts the step, the episode does not go on: an action may have been executed.
-        episode, self._episode = self._episode, None
-        if episode is None or self._computer is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
+        episode, self._episode = self._under_way(self._episode), None
+        computer = self._under_way(self._computer)
         notes: list[str] = []
         reward, done = 0.0, False
         try:
@@ -164,7 +157,7 @@ class ComputerEnv(TextEnv):
             if action.name == "call_user":
                 notes = [_NO_USER]
                 continue
-            reply = await self._computer.act(action)
+            reply = await computer.act(action)
             reward, done = reward + reply.reward, reply.done
             if reply.observation is not None:
                 episode.observation = reply.observation
@@ -176,7 +169,7 @@ class ComputerEnv(TextEnv):
         said = message or {"role": "assistant", "content": response}
         history = episode.add(said, "; ".join(played), notes)
         if episode.steps == self.max_step:
-            reward += (await self._computer.act(Action("done"))).reward
+            reward += (await computer.act(Action("done"))).reward
             return TextStep([episode.newest()], reward=reward, done=True, truncated=True, info=info)
         self._episode = episode
         return TextStep([episode.newest()], reward=reward, info=info, history=history)

@@ -7,9 +7,7 @@ after a failure it is made anew.
 
 from __future__ import annotations
 
-import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +27,6 @@ _KEPT = 0.75
 
 _IMAGE = re.compile(r"<\|vision_start\|>(.*?)<\|vision_end\|>", re.DOTALL)
 """An image in an observation."""
-
-_logger = logging.getLogger("torchrl_mt")
 
 
 class EnvClassWorkflow:
@@ -135,9 +131,7 @@ class EnvClassWorkflow:
     def close(self, timeout: float) -> None:
         """Close the environments that are between two episodes, within ``timeout`` seconds."""
         envs, self._idle = list(self._idle.values()), {}
-        threads = [threading.Thread(target=close_env, args=(env,), daemon=True) for env in envs]
-        for thread in threads:
-            thread.start()
+        threads = [start_daemon(close_env, env) for env in envs]
         end = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(end - time.monotonic(), 0.0))

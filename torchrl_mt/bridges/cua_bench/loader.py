@@ -295,7 +295,7 @@ class MultiTurnDataLoader:
 
         Tokens are stored with the version at which their prompt was given out.
         """
-        self._engine.count_update()
+        self._engine.update_weights(None)
 
     # Finished episodes
 

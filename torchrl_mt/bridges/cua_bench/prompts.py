@@ -114,11 +114,10 @@ class AskingEngine:
                 self._given.pop(key, None)
 
     def update_weights(self, source: Any) -> int:
-        """Count an update of the weights, which are not here; see :meth:`count_update`."""
-        return self.count_update()
+        """Count an update of the weights, which are not here.
 
-    def count_update(self) -> int:
-        """Count an update of the weights; prompts given out from now on have the new version."""
+        Prompts that are given out from now on have the new version.
+        """
         with self.changed:
             self.version += 1
             return self.version

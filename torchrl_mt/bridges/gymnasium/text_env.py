@@ -119,10 +119,7 @@ class GymTextEnv(TextEnv):
             Exception: the error of the environment or of ``render``; of ``parse``, unless it is a
                 ``ValueError``.
         """
-        if not self._made.is_playing:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
+        self._under_way(self._made.is_playing or None)
         env = self._made.get(self._make_env)
         try:
             action = _in_space(self.parse(response), getattr(env, "action_space", None))

@@ -112,11 +112,7 @@ class ReasoningGymEnv(TextEnv):
             TypeError: if ``answer`` returns something else.
             Exception: the error of ``answer``, or of scoring no answer.
         """
-        entry, self._entry = self._entry, None
-        if entry is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
+        entry, self._entry = self._under_way(self._entry), None
         answer = self._answer(response)
         if answer is not None and not isinstance(answer, str):
             raise TypeError(f"answer must return a text or None, got {answer!r}.")

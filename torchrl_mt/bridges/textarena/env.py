@@ -73,8 +73,8 @@ class TextArenaEnv(TextEnv):
         dialogue: bool = True,
         **options: Any,
     ) -> None:
-        self.opponents = _Shared(_players(opponents, num_players))
-        self.num_players = 1 + len(self.opponents.value)
+        self.opponents = _players(opponents, num_players)
+        self.num_players = 1 + len(self.opponents)
         if player_id is not None:
             _check_player(player_id, self.num_players)
         self.env_id = env_id
@@ -87,6 +87,9 @@ class TextArenaEnv(TextEnv):
         self._generators = EpisodeGenerators(0)
         self._seed = self._player = 0
         self._begin()  # Only a game that begins tells which numbers of players it takes.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TextArenaEnv:
+        return self._copied(memo, opponents=self.opponents)
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
         """Begin a game, and play it up to the model's first turn.
@@ -123,11 +126,7 @@ class TextArenaEnv(TextEnv):
             ValueError: if the game ended without a reward for the model.
             Exception: the error of the game or of an opponent.
         """
-        game, self._game = self._game, None
-        if game is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
+        game, self._game = self._under_way(self._game), None
         turn = await self._up_to_own_turn(game, response)
         if turn.player is None:
             return self._end(game, turn.info)
@@ -171,8 +170,7 @@ class TextArenaEnv(TextEnv):
         """Make a move, if any, and the opponents' moves up to the model's turn or the end."""
         turn = await call_in_thread(self._after, game, move)
         while turn.player not in (None, self._player):
-            opponents = self.opponents.value
-            opponent = opponents[turn.player - (turn.player > self._player)]
+            opponent = self.opponents[turn.player - (turn.player > self._player)]
             move = await call_user(opponent, turn.observed)
             if not isinstance(move, str):
                 raise TypeError(
@@ -236,16 +234,6 @@ class _Turn(NamedTuple):
     """The player's observation: a text for the model, what TextArena gives for others."""
     info: Mapping[str, Any]
     """What the game said about the move before."""
-
-
-class _Shared:
-    """What all copies share."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: Any) -> _Shared:
-        return self
 
 
 def _players(opponents: Any, num_players: int | None) -> list[Callable[[Any], Any]]:

@@ -153,7 +153,7 @@ class Arithmetic(GameEnv):
 
     def step(self, response: str) -> TextStep:
         """Grade an answer or run the calculator."""
-        self._require_episode()
+        self._under_way(self._solution)
         self._turn += 1
         answers = _tagged(response, "answer")
         if answers:

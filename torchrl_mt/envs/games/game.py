@@ -36,12 +36,6 @@ class GameEnv(TextEnv):
         seed = given.get("seed")
         return given, self._rng if seed is None else random.Random(int(seed))
 
-    def _require_episode(self) -> None:
-        if self._solution is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step was called with no episode under way: call reset first."
-            )
-
 
 @dataclass(frozen=True)
 class Game:

@@ -82,7 +82,7 @@ class GuessNumber(GameEnv):
 
     def step(self, response: str) -> TextStep:
         """Reply to a guess: a decimal number, with or without white space around it."""
-        self._require_episode()
+        self._under_way(self._solution)
         self._guesses += 1
         answer = self._answer(response)
         found = answer == "correct"

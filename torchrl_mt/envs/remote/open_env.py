@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-from torchrl_mt.checks import check_positive_finite
+from torchrl_mt.checks import check_list, check_positive_finite, import_extra, shown
 from torchrl_mt.envs.remote.errors import OpenEnvError, OpenEnvProtocolError
 from torchrl_mt.envs.remote.protocol import (
     TEXT_ENV_KEY,
     ErrorCode,
-    import_websockets,
+    finite_number,
     reset_data,
-    shown,
 )
 from torchrl_mt.envs.remote.session import Session, open_session, websocket_address
 from torchrl_mt.envs.text_env import Message, TextEnv, TextStep, takes_message
@@ -82,7 +80,7 @@ class OpenEnvEnv(TextEnv):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r}.")
         check_positive_finite("timeout", timeout)
-        import_websockets("asyncio.client")
+        import_extra("websockets.asyncio.client", "remote")
         self._client = _unwrapped(base_url)
         """A client of the openenv package, if one was given."""
         if self._client is not None:
@@ -105,13 +103,8 @@ class OpenEnvEnv(TextEnv):
         """Whether the served environment's ``step`` takes the message."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenEnvEnv:
-        copied = copy.copy(self)
-        memo[id(self)] = copied
-        shared = {"_client", "_to_messages", "_to_action", "_session"}
-        for name in vars(self).keys() - shared:
-            setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
-        copied._session = None
-        return copied
+        shared = ("_client", "_to_messages", "_to_action")
+        return self._copied(memo, _session=None, **{name: vars(self)[name] for name in shared})
 
     async def reset(self, data: Any = None) -> Sequence[Message]:
         """Open a session and begin its episode. If all sessions are in use, wait for one.
@@ -134,7 +127,7 @@ class OpenEnvEnv(TextEnv):
             if answer.get("done"):
                 raise self._wrong("reset", "the episode is over before the first response")
             self._learn(answer)
-            return self._messages("reset", answer)
+            return self._messages("reset", self._result("reset", answer).observation)
 
     async def step(self, response: str, message: Message | None = None) -> TextStep:
         """Send the action of a response.
@@ -145,9 +138,7 @@ class OpenEnvEnv(TextEnv):
             OpenEnvError: if the server refuses, the session was lost, or no reply came in time. The
                 session has ended then.
         """
-        session = self._session
-        if session is None:
-            raise RuntimeError("OpenEnvEnv.step needs an episode: await reset() first.")
+        session = self._under_way(self._session)
         with _dropping(session):
             request: dict[str, Any] = {"type": "step", "data": self._action(response, message)}
             if session.knows_step_ids:
@@ -215,15 +206,26 @@ class OpenEnvEnv(TextEnv):
 
     def _step(self, answer: Mapping[str, Any]) -> TextStep:
         """The step of a reply."""
-        observation = answer.get("observation")
-        reward, done, info = self._outcome(answer)
-        flags = (answer, info, observation if isinstance(observation, Mapping) else {})
+        result = self._result("step", answer)
+        reward = 0.0 if result.reward is None else finite_number(result.reward)
+        if reward is None:
+            raise self._wrong(
+                "step", f"reward must be a finite number or null, got {shown(result.reward)}"
+            )
+        done = result.done
+        if not isinstance(done, bool):
+            raise self._wrong("step", f"done must be true or false, got {shown(done)}")
+        info = getattr(result, "metadata", None) or answer.get("metadata")
+        if info is not None and not isinstance(info, Mapping):
+            raise self._wrong("step", f"metadata must be a JSON object, got {shown(info)}")
+        sent = answer["observation"]
         history = None
         assert self._session is not None
-        if self._session.knows_step_ids and "history" in flags[2]:
-            history = self._listed("step", flags[2]["history"])
+        if self._session.knows_step_ids and "history" in sent:
+            history = self._listed("step", sent["history"])
+        flags = (answer, info or {}, sent)
         return TextStep(
-            self._messages("step", answer),
+            self._messages("step", result.observation),
             reward=reward,
             done=done,
             truncated=done and any(told.get("truncated") is True for told in flags),
@@ -231,42 +233,11 @@ class OpenEnvEnv(TextEnv):
             history=history,
         )
 
-    def _outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool, Mapping[str, Any]]:
-        """Reward, end of the episode and metadata of a reply."""
-        reward, done, info = answer.get("reward"), answer.get("done", False), answer.get("metadata")
-        if self._client is not None:
-            result = self._result("step", answer)
-            reward, done = result.reward, result.done
-            info = getattr(result, "metadata", None) or info
-        try:
-            number = (
-                0.0 if reward is None else math.nan if isinstance(reward, str) else float(reward)
-            )
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise self._wrong(
-                "step", f"reward must be a finite number or null, got {shown(reward)}"
-            )
-        if not isinstance(done, bool):
-            raise self._wrong("step", f"done must be true or false, got {shown(done)}")
-        if info is not None and not isinstance(info, Mapping):
-            raise self._wrong("step", f"metadata must be a JSON object, got {shown(info)}")
-        return number, done, info or {}
-
-    def _messages(self, call: str, answer: Mapping[str, Any]) -> list[Message]:
-        """The messages of a reply."""
-        observation = answer.get("observation")
-        if not isinstance(observation, Mapping):
-            raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
-        if self._client is not None:
-            observation = self._result(call, answer).observation
+    def _messages(self, call: str, observation: Any) -> list[Message]:
+        """The messages of an observation."""
         if self._to_messages is not None:
             messages = self._to_messages(observation)
-            if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
-                raise TypeError(
-                    f"to_messages must return a list of messages, got {shown(messages)}."
-                )
+            check_list("to_messages must return a list of messages", messages)
             return list(messages)
         fields = _fields(observation)
         if fields is not None and "messages" in fields:
@@ -287,7 +258,12 @@ class OpenEnvEnv(TextEnv):
         return messages
 
     def _result(self, call: str, answer: Mapping[str, Any]) -> Any:
-        """The ``StepResult`` that the client of the openenv package makes of a reply."""
+        """A reply as the client of the openenv package reads it, or as it is where there is none."""
+        observation = answer.get("observation")
+        if not isinstance(observation, Mapping):
+            raise self._wrong(call, f"observation must be a JSON object, got {shown(observation)}")
+        if self._client is None:
+            return SimpleNamespace(**{"reward": None, "done": False, **answer})
         try:
             return self._client._parse_result(dict(answer))
         except Exception as error:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 __all__ = [
@@ -24,11 +24,10 @@ __all__ = [
     "TEXT_ENV_KEY",
     "ErrorCode",
     "error_message",
-    "import_websockets",
+    "finite_number",
     "item_of",
     "quiet_logger",
     "reset_data",
-    "shown",
     "write",
 ]
 
@@ -62,19 +61,6 @@ class ErrorCode(str, Enum):
     CAPACITY_REACHED = "CAPACITY_REACHED"
     FACTORY_ERROR = "FACTORY_ERROR"
     SESSION_ERROR = "SESSION_ERROR"
-
-
-def import_websockets(module: str) -> ModuleType:
-    """Import a module of websockets, such as ``"asyncio.client"``."""
-    from importlib import import_module
-
-    try:
-        return import_module(f"websockets.{module}")
-    except ImportError:
-        raise ImportError(
-            "environments on other machines need websockets, 15 or newer: pip install "
-            "'torchrl-mt[remote]'."
-        ) from None
 
 
 def write(message: Mapping[str, Any]) -> str:
@@ -136,9 +122,18 @@ def item_of(data: Mapping[str, Any]) -> Any:
     return data["data"] if set(data) == {"data"} else data
 
 
-def shown(value: Any, limit: int = 80) -> str:
-    """Type and beginning of a value, for errors."""
-    return f"{type(value).__name__} ({str(value)[:limit]})"
+def finite_number(value: Any) -> float | None:
+    """A reward as a float; ``None`` for text, for what is no number and for one that is not finite.
+
+    Examples:
+        >>> [finite_number(value) for value in (2, True, "2", float("nan"), 10**400)]
+        [2.0, 1.0, None, None, None]
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _as_list(value: Any) -> Any:

@@ -7,21 +7,20 @@ environment is closed.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from torchrl_mt.checks import check_list, import_extra, shown
 from torchrl_mt.envs.remote.protocol import (
     IDLE_CLOSE_CODE,
     TEXT_ENV_KEY,
     ErrorCode,
     error_message,
-    import_websockets,
+    finite_number,
     item_of,
-    shown,
     write,
 )
 from torchrl_mt.envs.text_env import TextEnv, TextStep, call_env, takes_message
@@ -42,7 +41,7 @@ _logger = logging.getLogger("torchrl_mt")
 class _Refusal(Exception):
     """A request is answered with an error."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.EXECUTION_ERROR) -> None:
         super().__init__(message)
         self.code = code
 
@@ -85,7 +84,7 @@ class ServedSession:
 
     async def run(self) -> None:
         """Answer requests until the client leaves or is idle for too long; close the environment."""
-        connection_closed = import_websockets("exceptions").ConnectionClosed
+        connection_closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
         closed = asyncio.ensure_future(self._connection.wait_closed())
         try:
             if not await self._make(closed):
@@ -105,13 +104,14 @@ class ServedSession:
 
     async def _make(self, closed: asyncio.Future[None]) -> bool:
         """Make the environment; tell the client if that failed."""
-        making = self._called("make_env", self._make_env, ErrorCode.FACTORY_ERROR)
+        make = partial(call_in_thread, self._make_env, unclaimed=_close_unused)
         try:
+            making = self._called("make_env", make, ErrorCode.FACTORY_ERROR)
             env = await self._until(closed, making)
             if not isinstance(env, TextEnv):
                 self._log(f"make_env must make a TextEnv, got {type(env).__name__}")
                 raise _Refusal(
-                    ErrorCode.FACTORY_ERROR, f"make_env must make a TextEnv, got {shown(env)}."
+                    f"make_env must make a TextEnv, got {shown(env)}.", ErrorCode.FACTORY_ERROR
                 )
         except _Refusal as refusal:
             await dismiss(self._connection, error_message(refusal.code, str(refusal)))
@@ -209,13 +209,12 @@ class ServedSession:
         """Refuse a step that must not be executed."""
         if step_id is not None and step_id in self._used_ids:
             raise _Refusal(
-                ErrorCode.VALIDATION_ERROR,
                 f"step_id {step_id!r} is that of an earlier step; only the last one is answered again.",
+                ErrorCode.VALIDATION_ERROR,
             )
         if not self._playing:
             raise _Refusal(
-                ErrorCode.EXECUTION_ERROR,
-                "no episode is under way: send a reset before the first step and after the last.",
+                "no episode is under way: send a reset before the first step and after the last."
             )
 
     async def _executed(self, response: str, said: Mapping[str, Any] | None) -> str:
@@ -228,9 +227,7 @@ class ServedSession:
         step = await self._ask(env, env.step, *args)
         name = type(env).__name__
         if not isinstance(step, TextStep):
-            raise _Refusal(
-                ErrorCode.EXECUTION_ERROR, f"{name}.step must return a TextStep, got {shown(step)}."
-            )
+            raise _Refusal(f"{name}.step must return a TextStep, got {shown(step)}.")
         observation: dict[str, Any] = {"messages": _messages(env, "step", step.messages)}
         if step.history is not None:
             observation["history"] = _messages(env, "step", step.history)
@@ -250,31 +247,26 @@ class ServedSession:
 
     async def _ask(self, env: TextEnv, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the environment, in a thread unless it is ``async`` or inline."""
-
-        async def call() -> Any:
-            return await call_env(env, method, *args)
-
-        return await self._called(f"{type(env).__name__}.{method.__name__}", call)
+        what = f"{type(env).__name__}.{method.__name__}"
+        return await self._called(what, partial(call_env, env, method, *args))
 
     async def _called(
         self,
         what: str,
-        function: Callable[[], Any],
+        call: Callable[[], Awaitable[Any]],
         code: ErrorCode = ErrorCode.EXECUTION_ERROR,
     ) -> Any:
-        """The result of a user's function; what it raises is logged and told to the client.
+        """The result of a call of a user's; what it raises is logged and told to the client.
 
         ``SystemExit`` too, which would end the server.
         """
         try:
-            if inspect.iscoroutinefunction(function):
-                return await function()
-            return await call_in_thread(function, unclaimed=_close_unused)
+            return await call()
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and self._gives_up:
                 raise
             self._log(f"{what} raised {type(error).__name__}", error)
-            raise _Refusal(code, f"{what} raised {type(error).__name__}: {error}") from None
+            raise _Refusal(f"{what} raised {type(error).__name__}: {error}", code) from None
 
     def _log(self, what: str, error: BaseException | None = None) -> None:
         """Log the first failure of a kind; clients are told of each."""
@@ -308,7 +300,8 @@ async def dismiss(
 
     Its first request may be on the way. A connection that closed before would take the message with it.
     """
-    with suppress(import_websockets("exceptions").ConnectionClosed, asyncio.TimeoutError):
+    connection_closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
+    with suppress(connection_closed, asyncio.TimeoutError):
         await connection.send(write(message))
         await asyncio.wait_for(connection.recv(), _DISMISSAL_SECONDS)
     await connection.close(code, reason)
@@ -327,18 +320,18 @@ def _checked(raw: str | bytes) -> tuple[str, Mapping[str, Any]]:
             raise ValueError("a message must be text, got a binary frame")
         message = read_json(raw)
     except ValueError as error:
-        raise _Refusal(ErrorCode.INVALID_JSON, f"Invalid JSON: {str(error)[:200]}.") from None
+        raise _Refusal(f"Invalid JSON: {str(error)[:200]}.", ErrorCode.INVALID_JSON) from None
     if not isinstance(message, dict):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"a message must be a JSON object with 'type', got {shown(message)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     kind = message.get("type")
     allowed = {"reset": {"data"}, "step": {"data", "step_id"}, "state": set(), "close": set()}
     if not isinstance(kind, str) or kind not in allowed:
         raise _Refusal(
-            ErrorCode.UNKNOWN_TYPE,
             f"Unknown message type: {str(kind)[:80]!r}; the types are {', '.join(allowed)}.",
+            ErrorCode.UNKNOWN_TYPE,
         )
     step_id = message.get("step_id", 0)
     if (
@@ -347,14 +340,14 @@ def _checked(raw: str | bytes) -> tuple[str, Mapping[str, Any]]:
         or len(str(step_id)) > _LONGEST_ID
     ):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"step_id must be a number or a string of at most {_LONGEST_ID} characters, got "
             f"{shown(step_id)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     unknown = sorted(message.keys() - allowed[kind] - {"type"})
     if unknown:
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR, f"a {kind} message has no key {unknown[0][:80]!r}."
+            f"a {kind} message has no key {unknown[0][:80]!r}.", ErrorCode.VALIDATION_ERROR
         )
     return kind, message
 
@@ -364,8 +357,8 @@ def _data(message: Mapping[str, Any]) -> Mapping[str, Any]:
     data = message.get("data", {} if message["type"] == "reset" else None)
     if not isinstance(data, dict):
         raise _Refusal(
-            ErrorCode.VALIDATION_ERROR,
             f"data of a {message['type']} must be a JSON object, got {shown(data)}.",
+            ErrorCode.VALIDATION_ERROR,
         )
     return data
 
@@ -383,36 +376,34 @@ def _action(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
     else:
         return response, said
     raise _Refusal(
-        ErrorCode.VALIDATION_ERROR,
         f'an action must have {wrong}: {{"response": "what the model said"}}.',
+        ErrorCode.VALIDATION_ERROR,
     )
 
 
 def _messages(env: TextEnv, method: str, value: Any) -> list[Any]:
     """The messages that a method of the environment returned."""
     expected = f"{type(env).__name__}.{method} must give a list of messages"
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, got {shown(value)}.")
+    try:
+        check_list(expected, value)
+    except TypeError as error:
+        raise _Refusal(str(error)) from None
     messages = list(value)
     for message in messages:
         if not isinstance(message, Mapping):
-            raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, got {shown(message)} in it.")
+            raise _Refusal(f"{expected}, got {shown(message)} in it.")
     try:
         return with_data_uris(messages)
     except (TypeError, ValueError) as error:
-        raise _Refusal(ErrorCode.EXECUTION_ERROR, f"{expected}, but {error}") from None
+        raise _Refusal(f"{expected}, but {error}") from None
 
 
 def _reward(env: TextEnv, value: Any) -> float:
     """The reward of a step as a finite float."""
-    try:
-        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        reward = math.nan
-    if not math.isfinite(reward):
+    reward = finite_number(value)
+    if reward is None:
         raise _Refusal(
-            ErrorCode.EXECUTION_ERROR,
-            f"the reward of {type(env).__name__}.step must be a finite number, got {shown(value)}.",
+            f"the reward of {type(env).__name__}.step must be a finite number, got {shown(value)}."
         )
     return reward
 
@@ -423,6 +414,5 @@ def _written(env: TextEnv, method: str, answer: Mapping[str, Any]) -> str:
         return write({"type": "observation", "data": answer})
     except (TypeError, ValueError) as error:
         raise _Refusal(
-            ErrorCode.EXECUTION_ERROR,
-            f"what {type(env).__name__}.{method} returns must be fit for JSON: {error}.",
+            f"what {type(env).__name__}.{method} returns must be fit for JSON: {error}."
         ) from None

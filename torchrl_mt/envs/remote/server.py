@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from torchrl_mt.checks import check_positive_finite, check_positive_integer
+from torchrl_mt.checks import check_positive_finite, check_positive_integer, import_extra
 from torchrl_mt.envs.remote.protocol import (
     CAPACITY_CLOSE_CODE,
     FORM_HEADER,
     MAX_REQUEST_BYTES,
     ErrorCode,
     error_message,
-    import_websockets,
     quiet_logger,
 )
 from torchrl_mt.envs.remote.served_session import CLOSE_SECONDS, ServedSession, dismiss
@@ -125,7 +124,7 @@ class ServerOptions:
         networks = _networks(self.allowed_ips)
         object.__setattr__(self, "networks", networks)
         object.__setattr__(self, "allowed_ips", [str(network) for network in networks])
-        import_websockets("asyncio.server")
+        import_extra("websockets.asyncio.server", "remote")
 
 
 class EnvServer:
@@ -137,32 +136,27 @@ class EnvServer:
         options: the other arguments of :func:`serve`.
     """
 
+    url: str
+    """Address for clients, ``http://host:port``; of this machine if it listens on all addresses."""
+    sessions: int
+    """Number of sessions, those included whose environment is still being made or closed."""
+
     def __init__(
         self, make_env: Callable[[], TextEnv], listening: socket.socket, options: ServerOptions
     ) -> None:
-        self._websockets = import_websockets("asyncio.server")
+        self._websockets = import_extra("websockets.asyncio.server", "remote")
         self._make_env = make_env
         self._options = options
-        self._sessions = 0
+        self.sessions = 0
         self._logged: set[str] = set()
         self._socket = listening
-        self._url = url_of(listening)
+        self.url = url_of(listening)
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="torchrl_mt-serve", daemon=True)
         self._thread.start()
         self._started.result()
-
-    @property
-    def url(self) -> str:
-        """Address for clients, ``http://host:port``; of this machine if it listens on all addresses."""
-        return self._url
-
-    @property
-    def sessions(self) -> int:
-        """Number of sessions, those included whose environment is still being made or closed."""
-        return self._sessions
 
     def stop(self) -> None:
         """End all sessions, close their environments, and wait for it; stopping again does nothing.
@@ -220,24 +214,24 @@ class EnvServer:
 
     async def _handle(self, connection: Any) -> None:
         """Run the session of a connection, if there is room for it."""
-        if self._sessions >= self._options.max_sessions:
+        if self.sessions >= self._options.max_sessions:
             await self._refuse(connection)
             return
-        self._sessions += 1
+        self.sessions += 1
         try:
             idle = self._options.idle_timeout
             await ServedSession(connection, self._make_env, idle, self._logged).run()
         except Exception as error:
             _logger.warning("a session of a served environment has failed.", exc_info=error)
         finally:
-            self._sessions -= 1
+            self.sessions -= 1
 
     async def _refuse(self, connection: Any) -> None:
         """Tell a client that all sessions are in use."""
         refusal = error_message(
             ErrorCode.CAPACITY_REACHED,
             f"all {self._options.max_sessions} sessions are in use; try again later.",
-            active_sessions=self._sessions,
+            active_sessions=self.sessions,
             max_sessions=self._options.max_sessions,
         )
         await dismiss(connection, refusal, CAPACITY_CLOSE_CODE, "all sessions are in use")
@@ -248,7 +242,7 @@ class EnvServer:
             return connection.respond(HTTPStatus.FORBIDDEN, "This address is not allowed.\n")
         path = request.path.partition("?")[0]
         if path == "/health":
-            health = {"status": "healthy", "sessions": self._sessions}
+            health = {"status": "healthy", "sessions": self.sessions}
             response = connection.respond(HTTPStatus.OK, json.dumps(health))
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = "application/json"

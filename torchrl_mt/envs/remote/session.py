@@ -21,6 +21,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchrl_mt.checks import import_extra, shown
 from torchrl_mt.envs.remote.errors import (
     CapacityReached,
     OpenEnvConnectionError,
@@ -34,9 +35,7 @@ from torchrl_mt.envs.remote.protocol import (
     MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     ErrorCode,
-    import_websockets,
     quiet_logger,
-    shown,
     write,
 )
 from torchrl_mt.server_load import ServerLoad, choose
@@ -116,7 +115,7 @@ class Session:
                 call,
                 f"the message has {len(text)} bytes, but the server reads at most {MAX_REQUEST_BYTES}",
             )
-        closed = import_websockets("exceptions").ConnectionClosed
+        closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
         receiving = asyncio.ensure_future(connection.recv())
         try:
             with self._in_time(connection, self._timeout) as late:
@@ -155,7 +154,7 @@ class Session:
         if connection is None:
             return
         self._leave()
-        closed = import_websockets("exceptions").ConnectionClosed
+        closed = import_extra("websockets.exceptions", "remote").ConnectionClosed
         if asyncio.get_running_loop() is not self._loop:
             with suppress(RuntimeError):  # That loop may be closed.
                 self._loop.call_soon_threadsafe(_break, connection)
@@ -334,7 +333,7 @@ def _leave(server: ServerLoad) -> None:
 
 async def _connect(server: ServerLoad, headers: Mapping[str, str], timeout: float) -> Session:
     """Open a connection at a server on which a request has begun."""
-    exceptions = import_websockets("exceptions")
+    exceptions = import_extra("websockets.exceptions", "remote")
     url, session = server.address, None
     try:
         connection = await _connector()(
@@ -376,7 +375,7 @@ async def _connect(server: ServerLoad, headers: Mapping[str, str], timeout: floa
 def _connector() -> Any:
     """The connector of websockets, which here follows no redirects: headers may have secrets."""
 
-    class Connect(import_websockets("asyncio.client").connect):  # type: ignore[misc]
+    class Connect(import_extra("websockets.asyncio.client", "remote").connect):  # type: ignore[misc]
         def process_redirect(self, exc: Exception) -> Exception:
             return exc
 

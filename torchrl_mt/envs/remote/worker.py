@@ -15,9 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import closing, suppress
-from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,6 +44,14 @@ _MOST_SHORT_LIVES = 30
 """A worker is given up after it died at once this often in a row."""
 _LONGEST_PAUSE = 1.0
 """Seconds between two starts; the first restart is at once, then pauses double from 0.1."""
+_AWAY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+    b"The worker is being started. Try again.\n"
+)
+"""What clients are told meanwhile."""
+_AWAY_SECONDS = 5.0
+"""How long such a client may say nothing."""
+_REQUEST_BYTES = 2**16
 
 
 class WorkerError(RuntimeError):
@@ -197,30 +203,15 @@ class Worker:
         wait(awaited, max(end - time.monotonic(), 0.0), FIRST_COMPLETED)
 
 
-class _Away(BaseHTTPRequestHandler):
-    """Tells a client to try again."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = 5.0  # seconds, for clients that say nothing
-
-    def do_GET(self) -> None:
-        body = b"The worker is being started. Try again.\n"
-        self.send_response(HTTPStatus.SERVICE_UNAVAILABLE)
-        headers = {"Retry-After": "1", "Connection": "close", "Content-Length": str(len(body))}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
 def _turn_away(client: socket.socket) -> None:
     """Answer a connection with status 503."""
     with client, suppress(OSError):
-        client.setblocking(True)
-        _Away(client, ("", 0), None)  # type: ignore[arg-type]
+        client.settimeout(_AWAY_SECONDS)
+        client.recv(_REQUEST_BYTES)
+        client.sendall(_AWAY)
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(_REQUEST_BYTES):  # To the end, or the client might see a reset.
+            pass
 
 
 # In the process

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torchrl_mt.envs.remote.server import serve
@@ -73,15 +74,13 @@ def _named(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"make_env must be named as package.module:make_env, got {name!r}.")
-    found: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ValueError(
-                f"make_env {name!r}: {module_name!r} was imported but has no {attribute!r}."
-            ) from None
-    return found
+    module = importlib.import_module(module_name)
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError:
+        raise ValueError(
+            f"make_env {name!r}: {module_name!r} was imported but has no {attribute!r}."
+        ) from None
 
 
 if __name__ == "__main__":
