@@ -75,7 +75,14 @@ class ClipSampler(SavesState, Sampler):
 
     __signature__ = ConstructorSignature()
 
-    _shown = ("slice_len", "num_slices", "stride", "strict_length", "weighting", "layout")
+    _shown: tuple[str, ...] = (
+        "slice_len",
+        "num_slices",
+        "stride",
+        "strict_length",
+        "weighting",
+        "layout",
+    )
     """Attributes that ``repr`` tells."""
 
     def __init__(
