@@ -75,9 +75,6 @@ class ClipSampler(SavesState, Sampler):
 
     __signature__ = ConstructorSignature()
 
-    _shown = ("slice_len", "num_slices", "stride", "strict_length", "weighting", "layout")
-    """Attributes that ``repr`` tells."""
-
     def __init__(
         self,
         *,
@@ -303,8 +300,11 @@ class ClipSampler(SavesState, Sampler):
         """Do nothing: the count of samples continues."""
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
-        return f"{type(self).__name__}({shown})"
+        return (
+            f"{type(self).__name__}(slice_len={self.slice_len}, num_slices={self.num_slices}, "
+            f"stride={self.stride}, strict_length={self.strict_length}, "
+            f"weighting={self.weighting!r}, layout={self.layout!r})"
+        )
 
 
 def _both_sides(span: Any, slice_len: int | None) -> tuple[bool | int, bool | int]:

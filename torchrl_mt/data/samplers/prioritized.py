@@ -78,11 +78,6 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
         tensor([3, 4, 3, 4])
     """
 
-    _shown = (
-        *("slice_len", "num_slices", "stride", "strict_length", "layout"),
-        *("alpha", "beta", "eps", "reduction"),
-    )
-
     def __init__(
         self,
         max_capacity: int | None = None,
@@ -299,6 +294,14 @@ class PrioritizedClipSampler(ClipSampler, PrioritizedSampler):
     def _locked(self) -> AbstractContextManager[Any]:
         """Return the storage's lock; no lock before there is a storage."""
         return nullcontext() if self._storage is None else self._storage.lock
+
+    def __repr__(self) -> str:
+        return (
+            f"PrioritizedClipSampler(slice_len={self.slice_len}, num_slices={self.num_slices}, "
+            f"stride={self.stride}, strict_length={self.strict_length}, layout={self.layout!r}, "
+            f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
+            f"reduction={self.reduction!r})"
+        )
 
 
 def _not_negative(name: str, value: Any) -> float:
