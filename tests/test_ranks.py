@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters import lora, stirred
 from tests.objectives.conftest import make_model, make_rows
-from tests.objectives.test_images import value_model
+from tests.objectives.helpers import value_model
 from tests.rank_processes import needs_gloo
 from tests.scoring.vision_rows import vl_model
 from torchrl_mt.datasets import RunCheckpoint
