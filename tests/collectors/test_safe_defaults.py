@@ -65,7 +65,9 @@ def test_a_step_that_never_succeeds_ends_the_run_however_many_episodes_are_cut(m
         max_retries=retries,
         max_consecutive_failures=4,
     )
-    with pytest.raises(RuntimeError, match=r"4 episodes in a row.*judged any.*OSError: no judge"):
+    with pytest.raises(
+        RuntimeError, match=r"4 episodes in a row.*any was rewarded.*OSError: no judge"
+    ):
         list(islice(collector, 50))
 
 

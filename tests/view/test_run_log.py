@@ -21,6 +21,7 @@ from torchrl.record.loggers import CSVLogger
 from torchrl_mt.collectors import Episode, StopReason, Turn
 from torchrl_mt.engines import Completion
 from torchrl_mt.view import RunLog, plot_run
+from torchrl_mt.view.__main__ import main as view
 from torchrl_mt.view.plot_run import page_data, render_page
 from torchrl_mt.view.run_files import read_run
 
@@ -152,16 +153,34 @@ def test_pages_of_episodes(tmp_path):
 def test_the_bar_shows_what_there_is(tmp_path, capsys):
     with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
         run.log(
-            0, {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99}
+            0,
+            {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99},
+            {"stop/max_response_tokens": 2},
         )
         run.log(1, {"staleness/mean": 1})
     with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
         run.log(2)
     shown = capsys.readouterr().err
-    for part in ("1/4", "reward=0.25", "rejected=25%", "tokens/s=99", "staleness=1", "3/4"):
+    for part in (
+        "1/4",
+        "reward=0.25",
+        "rejected=25%",
+        "cut=67%",
+        "tokens/s=99",
+        "staleness=1",
+        "3/4",
+    ):
         assert part in shown
     RunLog(tmp_path, loggers=(), progress=False).close()
     assert capsys.readouterr().err == ""
+
+
+def test_the_viewer_says_what_to_do_with_the_folder_of_a_run(tmp_path, capsys):
+    with RunLog(tmp_path, loggers=()) as run:
+        run.log(0, loss=1.0)
+    with pytest.raises(SystemExit):
+        view([str(tmp_path)])
+    assert "is the folder of a run: follow it with --live" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

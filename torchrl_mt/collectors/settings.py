@@ -100,7 +100,7 @@ class AgentOptions:
         port: port to listen on; 0 takes a free one.
         models: further engines by model name, such as ``{"judge": engine}``; their calls are answered,
             but are no turns.
-        tool_parser: parses the text of a reply into a :class:`~torchrl_mt.chat.replies.ParsedReply`.
+        tool_parser: takes the text of a reply and returns a :class:`~torchrl_mt.chat.ParsedReply`.
             ``None`` uses the tokenizer's response template or the model family's notation.
         max_body_bytes: maximum size of a request.
         max_requests: maximum number of requests in progress.

@@ -200,7 +200,9 @@ class MultiTurnTrainer(Trainer):
         if critic is not None:
             own = [p for p in critic.parameters() if p.requires_grad]
             model.optimizer.add_param_group({"params": own})
-        self.run_log = RunLog(self.folder, loggers, config=config, total_steps=updates)
+        self.run_log = RunLog(
+            self.folder, loggers, config=config, total_steps=updates, progress=True
+        )
         self.run_checkpoint = RunCheckpoint(self.folder / "checkpoints")
         self.done = {"updates": 0, "frames": 0, "optim_steps": 0}
         self.results = dict[str, float]()
@@ -290,13 +292,17 @@ class MultiTurnTrainer(Trainer):
         if self.save_every and self.done["updates"] % self.save_every:
             self.run_checkpoint.save(self.done["updates"], **self.parts)
         self._evaluate("after")
-        found = self.results
+        found, (_, rewards) = self.results, read_run(self.folder).series("reward")
+        if len(rewards):
+            print(
+                f"reward in training {rewards[0]:.2f} -> {rewards[-1]:.2f}, first and last update"
+            )
         for name, text in (("", "reward"), ("nll_", "plain text nll")):
             if f"{name}before" in found and f"{name}after" in found:
                 print(f"{text} {found[f'{name}before']:.2f} -> {found[f'{name}after']:.2f}")
         for finding in check_run(self.folder):
             if finding.level != "good":
-                print(f"{finding.level}: {finding.title}")
+                print(finding)
         with contextlib.suppress(ImportError):  # matplotlib is an extra
             print(f"curves: {plot_run(self.folder)}")
 

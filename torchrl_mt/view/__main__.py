@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -42,7 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve_run(given.source[0], port=given.port)
         return 0
     from torchrl_mt.view.report import write_report
+    from torchrl_mt.view.run_files import METRICS
 
+    for source in given.source:
+        if (Path(source) / METRICS).exists():
+            parser.error(
+                f"{source} is the folder of a run: follow it with --live, or draw it with "
+                "torchrl_mt.view.plot_run"
+            )
     tokenizer = None
     if given.tokenizer is not None:
         from transformers import AutoTokenizer

@@ -167,7 +167,8 @@ def _parse_by(parse: ParseReply, text: str) -> ParsedReply:
         raise MalformedError(str(error)) from error
     if not isinstance(reply, ParsedReply):
         raise TypeError(
-            f"a parser of replies must return a ParsedReply, got {type(reply).__name__}."
+            "a parser of replies must return a torchrl_mt.chat.ParsedReply(content, tool_calls=["
+            f"{{'name': ..., 'arguments': {{...}}}}]), got {type(reply).__name__}."
         )
     return ParsedReply(reply.content, reply.reasoning, as_calls(reply.tool_calls))
 

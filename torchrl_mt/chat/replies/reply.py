@@ -30,7 +30,8 @@ class ParsedReply:
     """The thoughts; ``None`` if there are none, ``""`` if they are empty."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """Calls in the form of chat templates: ``{"type": "function", "id": ..., "function": {"name": ...,
-    "arguments": {...}}}``; with ``"id"`` only if the model wrote one."""
+    "arguments": {...}}}``; with ``"id"`` only if the model wrote one. A parser of your own may give
+    ``{"name": ..., "arguments": {...}}``."""
 
     def message(self) -> dict[str, Any]:
         """The chat message, with ``reasoning_content`` and ``tool_calls`` if there are any."""

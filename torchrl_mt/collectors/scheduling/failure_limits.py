@@ -80,10 +80,11 @@ class FailureStreak:
         # Code that does not do what is asked of it in its first episode will not in the next ones.
         at_once = not self._any_judged and getattr(error, "is_misuse", False)
         if self._length >= self._most or at_once:
-            so_far = "" if self._any_judged else " before the environment had judged any"
+            so_far = "" if self._any_judged else " before any was rewarded"
             row = f"{self._length} episodes in a row were" if self._length > 1 else "An episode was"
             raise RuntimeError(
-                f"{row} rejected{so_far}, the last for {type(error).__name__}: {error}."
+                f"{row} rejected{so_far}, the last for {type(error).__name__}: "
+                f"{str(error).rstrip('.')}."
             ) from error
 
     def reset(self) -> None:
