@@ -154,10 +154,11 @@ def test_a_worker_that_hangs_is_replaced_at_its_address(monkeypatch, caplog):
         worker._timeout = 0.5
         pid = worker.pid
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: not psutil.pid_exists(pid))
+        killed = "did not answer /health within 0.5 seconds and was killed"
+        wait_until(lambda: killed in caplog.text)
+        assert not psutil.pid_exists(pid)
         worker._timeout = PATIENCE
         wait_until(lambda: is_served(worker.api_url))
-    assert "did not answer /health within 0.5 seconds and was killed" in caplog.text
 
 
 @pytest.mark.slow
