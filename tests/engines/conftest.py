@@ -1,23 +1,11 @@
 from __future__ import annotations
 
-import asyncio
-import inspect
 from functools import wraps
 from weakref import WeakSet
 
 import pytest
 
 from torchrl_mt.engines import CompletionsEngine, PolicyEngine, TransformersEngine
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """A test that is a coroutine function runs in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(autouse=True)
