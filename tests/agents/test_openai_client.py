@@ -120,8 +120,7 @@ async def test_of_equal_answers_a_request_goes_on_from_the_last(tokenizer):
 
 
 async def test_tool_calls_go_out_and_their_answers_come_back():
-    tokenizer, ids = calling(QWEN3, "x")
-    engine = ScriptedEngine(tokenizer, lambda prompt: list(ids), stop_ids={ids[-1]})
+    engine, ids = calling(QWEN3, "x")
     client, messages = openai_client(engine), [user("q")]
     completion = await ask(client, messages, tools=[LOOK])
     message = completion.choices[0].message
@@ -132,7 +131,7 @@ async def test_tool_calls_go_out_and_their_answers_come_back():
     await ask(client, messages, tools=[LOOK])
     (prompt, answer), (longer, _) = engine.calls
     assert longer[: len(prompt) + len(ids)] == [*prompt, *answer.token_ids]
-    assert "found" in tokenizer.decode(longer)
+    assert "found" in engine.tokenizer.decode(longer)
 
 
 @pytest.mark.parametrize(
