@@ -42,6 +42,7 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.trainers import MultiTurnTrainer
 from torchrl_mt.trainers import trainer as module
 from torchrl_mt.transforms import MergeTurns
+from torchrl_mt.view import check_run
 from torchrl_mt.view.run_files import read_run
 
 ITEMS = [{"messages": PROMPT}]
@@ -218,6 +219,15 @@ def test_the_log_has_the_mean_of_all_steps_and_the_kl_of_the_first(tmp_path):
     assert float(row["approx_kl"]) == pytest.approx(sum(kls) / 6)
     assert float(row["approx_kl/first_step"]) == pytest.approx(kls[0])
     assert kls[0] < 1e-6 < kls[-1]
+
+
+def test_it_ends_with_the_rewards_of_training_and_the_findings_in_full(tmp_path, capsys):
+    trainer(tmp_path, task=lambda messages, item: 0.25, data=ITEMS, updates=2).train()
+    findings = [each for each in check_run(tmp_path) if each.level != "good"]
+    printed = capsys.readouterr().out
+    assert findings
+    for said in ("reward in training 0.25 -> 0.25", *map(str, findings)):
+        assert said in printed
 
 
 def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path):
