@@ -145,6 +145,23 @@ def test_an_error_of_the_agent_is_the_cause():
         batch_of(Talks(reward))
 
 
+class TakesAll(TalksInAThread):
+    def run(self, data, **connection):
+        assert connection.keys() == {"base_url", "api_key", "http_client"}
+        return super().run(data, **connection)
+
+
+class TakesTwo(TalksInAThread):
+    def run(self, data, base_url, api_key):
+        return super().run(data, base_url=base_url, api_key=api_key, http_client=None)
+
+
+@pytest.mark.parametrize("agent", [TakesAll, TakesTwo])
+def test_an_agent_has_the_parameters_that_it_needs(agent):
+    batch, _ = batch_of(agent)
+    assert batch["next", "reward"].sum() == 2 * 7
+
+
 def test_an_agent_may_have_the_session():
     class Looks:
         async def run(self, data, *, base_url, api_key, http_client, session):

@@ -23,8 +23,8 @@ __all__ = ["Agent", "AgentPlayer"]
 class Agent(Protocol):
     """An agent: an object with a method ``run``, plain or ``async``.
 
-    A plain method runs in a thread. If ``run`` has a parameter ``session``, it is also given the
-    :class:`Session`.
+    A plain method runs in a thread. ``run`` may leave out parameters that it does not need, and may also
+    have ``session``, the :class:`Session`.
 
     Examples:
         >>> class Asks:
@@ -94,12 +94,14 @@ class AgentPlayer:
 
 async def _run(agent: Agent, session: Session) -> Any:
     """Call an agent: on the event loop if it is ``async``, else in a thread."""
+    takes = inspect.signature(agent.run).parameters
+    takes_others = any(each.kind is each.VAR_KEYWORD for each in takes.values())
     given: dict[str, Any] = {
-        "base_url": session.base_url,
-        "api_key": session.api_key,
-        "http_client": session.http_client,
+        name: getattr(session, name)
+        for name in ("base_url", "api_key", "http_client")
+        if takes_others or name in takes
     }
-    if "session" in inspect.signature(agent.run).parameters:
+    if "session" in takes:
         given["session"] = session
     return await call_user(partial(agent.run, session.data, **given))
 
