@@ -9,7 +9,7 @@ import pytest
 from tests.collectors.runs import collecting, failed_run, first_batch
 from torchrl_mt.collectors import Episode
 from torchrl_mt.collectors.statistics import episode_counts
-from torchrl_mt.envs import TextEnv, TextStep
+from torchrl_mt.envs import TextEnv, TextStep, ToolEnv
 
 USER = {"role": "user", "content": "1"}
 
@@ -37,11 +37,20 @@ class Agent:
         return self.result
 
 
+class Judged(ToolEnv):
+    def __init__(self):
+        super().__init__([], reward=lambda messages, data: "1")
+
+    async def reset(self, data=None):
+        return await super().reset({"messages": [USER]})
+
+
 MISUSES = [
     (env(TextStep()), "TextStep must have messages, or done=True, got neither from Env.step"),
     (env(opening={"role": "user"}), "got one without content"),
     (env(TextStep([{"role": "user"}])), "got one without content .* from Env.step"),
     (env(TextStep(reward="1", done=True)), r"TextStep.reward must be a number, got str \(1\)"),
+    (Judged(), r"TextStep.reward must be a number, got str \(1\) from the reward function"),
     (env("3"), "TextEnv.step must return a TextStep, got str"),
     (Agent("4"), r"a number, a list of numbers or a TensorDict, got str \(4\)"),
     (Agent(1.0, asks=False), "agent must call the engine at least once"),

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer
-from torchrl_mt.checks import as_number, is_finite
+from torchrl_mt.checks import as_number, is_finite, shown
 from torchrl_mt.collectors import context
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
@@ -23,7 +23,7 @@ from torchrl_mt.collectors.playing.env_factory import MakePlayer, Player, is_wor
 from torchrl_mt.collectors.recorder import LIMIT_CODE, LimitReached, Recorder
 from torchrl_mt.collectors.workflow import Rejected, enter_result, misuse
 from torchrl_mt.engines import Engine
-from torchrl_mt.envs import Message, TextEnv, TextStep
+from torchrl_mt.envs import Message, TextEnv, TextStep, ToolEnv
 from torchrl_mt.envs.text_env import call_env, takes_message
 from torchrl_mt.threads import call_in_thread, close_env, within
 from torchrl_mt.vision import VisionProcessor
@@ -255,7 +255,7 @@ async def _answer(env: TextEnv, said: Answer, limits: Limits, used: float) -> Te
     if not isinstance(step, TextStep):
         raise misuse(
             TypeError(
-                f"TextEnv.step must return a TextStep, got {_shown(step)} from "
+                f"TextEnv.step must return a TextStep, got {shown(step)} from "
                 f"{type(env).__name__}.step: return torchrl_mt.envs.TextStep(messages, reward=..., "
                 "done=...)."
             )
@@ -273,12 +273,12 @@ async def _messages(
     expected = f"{what} a list of messages such as {{'role': 'user', 'content': '...'}}, got"
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise misuse(TypeError(f"{expected} {_shown(value)} {source}."))
+        raise misuse(TypeError(f"{expected} {shown(value)} {source}."))
     messages = list(value)
     has_images = False
     for message in messages:
         if not isinstance(message, Mapping):
-            raise misuse(TypeError(f"{expected} {_shown(message)} among them, {source}."))
+            raise misuse(TypeError(f"{expected} {shown(message)} among them, {source}."))
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise misuse(TypeError(f"{expected} one without content ({message!r:.80}) {source}."))
@@ -309,25 +309,18 @@ async def _messages(
 
 def _reward(step: TextStep, env: TextEnv) -> float:
     """The step's reward as a finite float."""
+    source = "the reward function" if isinstance(env, ToolEnv) else f"{type(env).__name__}.step"
     try:
         if isinstance(step.reward, str):  # Of which float() would make a number.
             raise TypeError
         reward = as_number(step.reward)
     except (TypeError, ValueError, RuntimeError):
         raise misuse(
-            TypeError(
-                f"TextStep.reward must be a number, got {_shown(step.reward)} from "
-                f"{type(env).__name__}.step."
-            )
+            TypeError(f"TextStep.reward must be a number, got {shown(step.reward)} from {source}.")
         ) from None
     if not is_finite(reward):
         raise ValueError(
-            f"TextStep.reward must be finite, as float32, got {reward} from {type(env).__name__}.step: "
+            f"TextStep.reward must be finite, as float32, got {reward} from {source}: "
             "raise an error where a response cannot be judged."
         )
     return reward
-
-
-def _shown(value: Any) -> str:
-    """Type and beginning of a value, for errors."""
-    return f"{type(value).__name__} ({str(value)[:80]})"
