@@ -297,7 +297,9 @@ class VLLMServer(SamplingServer):
         return {"success": True, "new_version": self.label}
 
     def on_pause(self, body: dict[str, Any], query: dict[str, str]) -> Any:
-        require(query, {"mode", "clear_cache"}, {"wait_for_inflight_requests"})
+        # Releases without mode wait for open requests if this is there.
+        waits = {"wait_for_inflight_requests"} if query.get("mode") == "wait" else set()
+        require(query, {"mode", "clear_cache"} | waits)
         self.pause(query["mode"])
         return {"status": "paused"}
 
