@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torchrl.data import ReplayBuffer
 
 from tests.collectors.runs import collecting
+from tests.pages import code_of
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
@@ -19,17 +18,6 @@ from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.testing import tiny_chat_model
 from torchrl_mt.transforms import MergeTurns
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def code_of(page, section, number=0, language="python"):
-    """A block of code in a section: the first one, unless a number is given."""
-    text = (DOCS / page).read_text(encoding="utf-8").split(f"\n{section}\n")[1]
-    lines = text.split(f".. code-block:: {language}\n")[1 + number].splitlines()
-    ends = (k for k, line in enumerate(lines) if line and not line.startswith("    "))
-    end = next(ends, len(lines))
-    return textwrap.dedent("\n".join(lines[:end]))
 
 
 class Seen(MultiTurnLoss):

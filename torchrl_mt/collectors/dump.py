@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from torchrl_mt.chat.encoding import decode, decode_each
 from torchrl_mt.collectors.episode import Episode, Turn
 from torchrl_mt.json_lines import append_lines, to_json, to_line
+from torchrl_mt.paths import replace_file
 from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.messages import images_of
 
@@ -107,13 +107,7 @@ class EpisodeDump:
         name = _image_file(image)
         path = self.dump_dir / name
         if name not in self._written and not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f".{uuid4().hex}")
-            try:
-                partial.write_bytes(image.file()[1])
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_file(path, image.file()[1])
         self._written.add(name)
 
 
