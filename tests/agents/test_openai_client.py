@@ -9,7 +9,7 @@ openai = pytest.importorskip("openai", reason="openai_client needs the package o
 from tests.chat.families import QWEN3  # noqa: E402
 from tests.collectors.runs import failed_run, first_batch  # noqa: E402
 from tests.collectors.scripted import ScriptedEngine  # noqa: E402
-from tests.collectors.test_pages import code_of  # noqa: E402
+from tests.pages import code_of  # noqa: E402
 from torchrl_mt.agents import openai_client  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
-from tests.collectors.test_pages import DOCS, code_of  # noqa: E402
+from tests.pages import DOCS, code_of  # noqa: E402
 from tests.tiers import slow  # noqa: E402
 from torchrl_mt.agents import (  # noqa: E402
     AgentProgram,

@@ -10,7 +10,7 @@ import pytest
 from tests.chat.families import QWEN25
 from tests.chat.families_in_play import tokenizer_of
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.test_pages import code_of
+from tests.pages import code_of
 from torchrl_mt.bridges.gymnasium import GymTextEnv
 from torchrl_mt.bridges.reasoning_gym import ReasoningGymEnv
 from torchrl_mt.bridges.textarena import TextArenaEnv

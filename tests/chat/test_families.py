@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.test_pages import DOCS, code_of
+from tests.pages import DOCS, code_of
 from tests.tiers import few_or_many
 from torchrl_mt.chat import ChatTokens
 from torchrl_mt.chat.assistant_messages import name_tool_results

@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, Slice
 
 from tests.collectors.chats import Chat
 from tests.collectors.runs import beside, collecting
-from tests.collectors.test_pages import code_of
+from tests.pages import code_of
 from tests.waiting import PATIENCE, wait_until
 from torchrl_mt.collectors import (
     CollectionEndedError,

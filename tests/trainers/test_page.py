@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchrl_mt as mt
-from tests.collectors.test_pages import code_of
+from tests.pages import code_of
 from tests.trainers.runs import is_low, policy, same, save_tiny, trainer, weights
 from torchrl_mt.__main__ import main
 from torchrl_mt.trainers import trainer as module

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.bridges.cua_bench.loops import Plain, Scripted, answers, play
 from tests.collectors.playing.worker_envs import Tells
-from tests.collectors.test_pages import code_of
 from tests.idle_clock import LIMIT, Loop
+from tests.pages import code_of
 from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.bridges.cua_bench import MultiTurnDataLoader, slots, waiting
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits

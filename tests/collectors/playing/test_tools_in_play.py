@@ -13,9 +13,9 @@ from tests.chat import families as f
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
 from tests.collectors.runs import collecting, first_batch
 from tests.collectors.scripted import ScriptedEngine
-from tests.collectors.test_pages import code_of
 from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, hang
+from tests.pages import code_of
 from tests.tiers import first_fast
 from torchrl_mt.collectors import (
     AgentOptions,
