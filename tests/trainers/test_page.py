@@ -106,7 +106,7 @@ def test_the_folder_has_the_files_of_the_table(tmp_path, monkeypatch):
     found = {path.name for path in made.folder.iterdir()}
     assert found == {
         *("metrics.jsonl", "run.json", "before.html", "after.html", "run.html", "run.png"),
-        *("checkpoints", "csv"),
+        *("checkpoints", "csv", "episodes"),
     }
     assert len(list((made.folder / "checkpoints").iterdir())) == 3
 

@@ -162,6 +162,13 @@ def test_the_curves_are_drawn(tmp_path, capsys):
     assert Path(path.removeprefix("curves: ")).exists()
 
 
+def test_pages_of_training_have_the_advantage_of_each_token(tmp_path):
+    trainer(tmp_path, updates=12).train()
+    (page,) = (tmp_path / "episodes").glob("*.html")
+    assert page.name == "10.html"
+    assert '"advantage"' in page.read_text(encoding="utf-8")
+
+
 def test_the_log_has_the_settings_and_the_result_is_printed(tmp_path, capsys):
     made = trainer(tmp_path / "run", eval_data=EVAL, loggers=("csv",), updates=1)
     made.train()

@@ -154,11 +154,31 @@ def test_a_token_tells_its_values(visit):
 
 def test_tokens_are_reached_by_keys(visit):
     page = visit()
+    page.wait_for_selector(".token")
     page.locator(".reply").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.textContent") == " the"
     assert page.locator("#tip").is_visible()
+
+
+@pytest.mark.parametrize(
+    ("address", "strongest"),
+    [
+        ("#episode=0", "."),  # the least likely one
+        ("#episode=3&color=version", "And"),
+        ("#episode=3&color=version&view=tree", "And"),
+        ("#episode=4", None),  # without tokens
+    ],
+)
+def test_the_token_with_the_strongest_colour_is_reached_by_a_key(visit, address, strongest):
+    page = visit(address)
+    page.keyboard.press("m")
+    if strongest is None:
+        assert page.evaluate("document.activeElement.matches('.token')") is False
+    else:
+        page.wait_for_function(f"document.activeElement.textContent === {strongest!r}")
+        assert page.locator("#tip").is_visible()
 
 
 def test_an_address_is_restored(visit):

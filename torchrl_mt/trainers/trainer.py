@@ -54,7 +54,7 @@ class MultiTurnTrainer(Trainer):
     r"""Train a chat model on whole episodes: play, learn, send the new weights, log, save.
 
     :meth:`train` evaluates the model before and after. The folder gets the log of the run, pages with
-    the episodes of both evaluations, curves, and checkpoints.
+    episodes of evaluations and of training, curves, and checkpoints.
 
     Args:
         model: A name on the Hugging Face Hub, a folder, a loaded model, or what
@@ -201,11 +201,17 @@ class MultiTurnTrainer(Trainer):
             own = [p for p in critic.parameters() if p.requires_grad]
             model.optimizer.add_param_group({"params": own})
         self.run_log = RunLog(
-            self.folder, loggers, config=config, total_steps=updates, progress=True
+            self.folder,
+            loggers,
+            config=config,
+            episodes_every=min(10, updates),
+            total_steps=updates,
+            progress=True,
         )
         self.run_checkpoint = RunCheckpoint(self.folder / "checkpoints")
         self.done = {"updates": 0, "frames": 0, "optim_steps": 0}
         self.results = dict[str, float]()
+        self._rows: TensorDictBase | None = None
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._metrics: list[Any] = []
         self.register_op("batch_process", self._make_experience)
@@ -260,7 +266,7 @@ class MultiTurnTrainer(Trainer):
         stats = self.collector.stats()  # which count the evaluations of this process alone
         stats = {name: value for name, value in stats.items() if not name.startswith("eval/")}
         reward = rows["rewards", "full"].sum().item() / len(rows["episode"].unique())
-        rows = self.maker(rows)
+        self._rows = rows = self.maker(rows)
         self._metrics = [stats, self.maker.metrics, {"reward": reward}]
         return rows
 
@@ -285,6 +291,7 @@ class MultiTurnTrainer(Trainer):
         if self.eval_every and update % self.eval_every == 0 and update < self.updates:
             self._metrics.append({"eval/reward": self._play()[0]})
         self.run_log.log(update, *self._metrics)
+        self.run_log.episodes(update, self._rows, self.policy.tokenizer)
         if self.save_every and update % self.save_every == 0:
             self.run_checkpoint.save(update, **self.parts)
 

@@ -48,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for source in given.source:
         if (Path(source) / METRICS).exists():
             parser.error(
-                f"{source} is the folder of a run: follow it with --live, or draw it with "
-                "torchrl_mt.view.plot_run"
+                f"{source} is the folder of a run: follow it with --live, draw it with "
+                "torchrl_mt.view.plot_run, or open the pages of its episodes, "
+                f"{Path(source, 'episodes', '*.html')}"
             )
     tokenizer = None
     if given.tokenizer is not None:

@@ -266,6 +266,8 @@ function setBlock(element, filled, again = false) {
 /** A colour of report.css, the stronger the nearer the share is to 1. */
 const tint = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(60 * share)}%, transparent)`;
 
+const centreOf = (key) => (key === "ratio" ? 1 : 0);
+
 /** The background of a token with this value. */
 function shade({ kind, low, high, key }, value) {
   if (Number.isNaN(value)) return "transparent";
@@ -273,9 +275,30 @@ function shade({ kind, low, high, key }, value) {
   if (kind === "low") return tint("warm", 1 - share);
   if (kind === "high") return tint("warm", share);
   if (kind === "steps") return `color-mix(in oklab, var(--late) ${Math.round(100 * share)}%, var(--early))`;
-  const centre = key === "ratio" ? 1 : 0;
+  const centre = centreOf(key);
   const reach = Math.max(Math.abs(low - centre), Math.abs(high - centre)) || 1;
   return tint(value < centre ? "minus" : "plus", Math.min(1, Math.abs(value - centre) / reach));
+}
+
+/** Goes to the token of this episode with the strongest colour. */
+async function jumpToExtreme() {
+  const column = columns.get(state.color);
+  const values = column && shown.values.get(column.key);
+  if (!values) return;
+  if (state.view !== "dialogue") await go({ view: "dialogue" });
+  const { kind, key } = column;
+  const marks = { low: (value) => -value, high: (value) => value, steps: (value) => value };
+  const mark = marks[kind] ?? ((value) => Math.abs(value - centreOf(key)));
+  const isMore = (value, best) => Number.isNaN(best) || mark(value) > mark(best);
+  const most = values.reduce((best, value, k) => (isMore(value, values[best]) ? k : best), 0);
+  const holds = ({ first, pieces }) => first <= most && most < first + pieces.length;
+  const block = allBlocks().find((one) => holds(blocks.get(one)));
+  if (!block) return;
+  block.closest("details")?.setAttribute("open", "");
+  setBlock(block, true);
+  const token = block.children[most - blocks.get(block).first];
+  token.scrollIntoView({ block: "center" });
+  token.focus();
 }
 
 function drawLegend() {
@@ -564,6 +587,7 @@ const KEYS = {
   n: ["next hit", () => jumpToHit(1)],
   N: ["previous hit", () => jumpToHit(-1)],
   c: ["next colour", () => go({ color: after(state.color, ["none", ...columns.keys()]) }, false)],
+  m: ["the token of this episode with the strongest colour", jumpToExtreme],
   g: ["the group side by side, and back", () => toggleView("group")],
   t: ["the turns as a tree, and back", () => toggleView("tree")],
   d: ["theme: automatic, light, dark", nextTheme],
@@ -620,6 +644,6 @@ function drawFrame() {
 }
 
 main.addEventListener("focusin", ({ target }) => showTip(target));
-main.addEventListener("scroll", () => (tip.hidden = true), true);
+main.addEventListener("scroll", () => showTip(document.activeElement), true);
 drawFrame();
 readAddress();
