@@ -178,7 +178,7 @@ def test_the_log_has_the_settings_and_the_result_is_printed(tmp_path, capsys):
         "num_epochs": 1,
         "optim_steps_per_batch": 1,
         "seed": 0,
-        "lr": None,
+        "lr": 0.01,
     }
     printed = capsys.readouterr().out
     assert "reward 0." in printed
@@ -326,10 +326,9 @@ def test_a_run_goes_on_for_more_updates(tmp_path):
 def test_a_run_that_is_done_is_only_evaluated(tmp_path, caplog):
     done = trainer(tmp_path, updates=2, eval_data=EVAL)
     results = done.train()
-    for updates in (2, 1):
-        again = trainer(tmp_path, model=policy(5), updates=updates, eval_data=EVAL, resume=True)
-        assert again.train() == results
-        assert same(weights(again), weights(done))
+    again = trainer(tmp_path, model=policy(5), updates=2, eval_data=EVAL, resume=True)
+    assert again.train() == results
+    assert same(weights(again), weights(done))
     assert "yields nothing" not in caplog.text
 
 
@@ -580,6 +579,12 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
             ValueError, match=f"{name} must be {value} as in the run in .*, got {value + 2}"
         ):
             trainer(tmp_path, resume=True, **{name: value + 2})
+
+
+def test_a_run_does_not_go_back(tmp_path):
+    trainer(tmp_path, updates=2).train()
+    with pytest.raises(ValueError, match="updates must be at least 2, which .* made, got 1"):
+        trainer(tmp_path, updates=1, resume=True).train()
 
 
 def test_every_argument_is_explained():

@@ -162,6 +162,7 @@ class MultiTurnTrainer(Trainer):
         elif lr is not None or device is not None:
             raise ValueError(f"lr and device are for pretrained.load, got {lr=} and {device=}.")
         self.policy = model
+        config["lr"] = model.optimizer.param_groups[0]["lr"]
         collector = MultiTurnCollector(
             ToolEnv([], reward=task) if is_reward(task) else task,
             TransformersEngine(model.model, model.tokenizer),
@@ -232,7 +233,7 @@ class MultiTurnTrainer(Trainer):
             )
         began = read_run(self.folder).facts["config"] or {}
         for name, value in to_json(config).items():
-            if began.get(name, value) != value:
+            if value is not None and began.get(name, value) != value:
                 raise ValueError(
                     f"{name} must be {began[name]!r} as in the run in {self.folder}, got {value!r}."
                 )
@@ -255,6 +256,9 @@ class MultiTurnTrainer(Trainer):
         with self.run_log, self.collector:
             if self.run_checkpoint.restore(**self.parts) is None:
                 self._evaluate("before")
+            if self.done["updates"] > self.updates:
+                made = f"{self.done['updates']}, which the run in {self.folder} has made"
+                raise ValueError(f"updates must be at least {made}, got {self.updates}.")
             self.collected_frames, self._optim_count = self.done["frames"], self.done["optim_steps"]
             if self.done["updates"] < self.updates:
                 super().train()
