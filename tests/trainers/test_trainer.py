@@ -559,6 +559,25 @@ def test_wrong_arguments_are_named(kwargs, error, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("limits", "judged"),
+    [
+        ({"max_response_tokens": 1}, True),
+        ({"max_response_tokens": 1, "on_cut": "end"}, False),
+        (Limits(max_response_tokens=1), False),
+    ],
+)
+def test_a_reward_function_judges_cut_answers_unless_told_otherwise(limits, judged, tmp_path):
+    def reward(messages, item):
+        return 1.0
+
+    made = trainer(tmp_path, task=reward, data=ITEMS, updates=1, limits=limits)
+    made.train()
+    stats = logged(tmp_path)[1]
+    assert stats["reward"] == float(judged)
+    assert stats["cut"] == stats["turns"] == 6
+
+
 def test_a_model_without_a_name_needs_its_tokenizer(tmp_path):
     model, _ = tiny()
     with pytest.raises(TypeError, match="tokenizer must be given"):

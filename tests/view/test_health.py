@@ -55,7 +55,10 @@ def check(folder, change=lambda step: {}, config=None) -> dict:
 
 
 FAULTS = {
-    "cut-responses": [("bad", lambda s: {"stop/max_response_tokens": 16 * (s + 1)})],
+    "cut-responses": [
+        ("bad", lambda s: {"stop/max_response_tokens": 16 * (s + 1)}),
+        ("watch", lambda s: {"turns": 20 * (s + 1), "cut": 12 * (s + 1)}),
+    ],
     "no-spread": [
         ("bad", lambda s: {"groups/without_spread": 1.0}),
         ("watch", lambda s: {"groups/without_spread": 0.6}),

@@ -155,7 +155,7 @@ def test_the_bar_shows_what_there_is(tmp_path, capsys):
         run.log(
             0,
             {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99},
-            {"stop/max_response_tokens": 2},
+            {"cut": 2, "turns": 4},
         )
         run.log(1, {"staleness/mean": 1})
     with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
@@ -165,7 +165,7 @@ def test_the_bar_shows_what_there_is(tmp_path, capsys):
         "1/4",
         "reward=0.25",
         "rejected=25%",
-        "cut=67%",
+        "cut=50%",
         "tokens/s=99",
         "staleness=1",
         "3/4",

@@ -517,7 +517,8 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             - episodes ``started``, ``accepted`` (delivered), ``rejected`` and ``running`` (neither yet);
               ``rejected/<cause>``; ``groups/refused`` by ``accept_group``;
             - of accepted episodes: ``stop/<reason>`` (see
-              :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled), ``forks``;
+              :class:`~torchrl_mt.collectors.StopReason`), ``turns``, ``tokens`` (sampled), ``cut``
+              (responses that a limit of tokens ended), ``forks``;
             - ``queue``: finished episodes that wait for delivery;
             - ``waiting/longest``: seconds that the longest running call of the engine or of an
               environment has taken;

@@ -75,7 +75,8 @@ class MultiTurnTrainer(Trainer):
         gamma: Discount, likewise.
         objective: Objective, as for :class:`~torchrl_mt.objectives.MultiTurnLoss`.
         critic: A value network, trained with the model, for ``advantage="gae"``.
-        limits: Limits of an episode, or a mapping of them.
+        limits: Limits of an episode, or a mapping of them. A reward function also judges answers that
+            ``max_response_tokens`` cut, unless this says ``on_cut="end"``.
         sampling: Sampling parameters, such as ``{"temperature": 1.0, "stop": ["\n"]}``.
         passes: How rows are cut into forward passes, or a mapping of it, with the temperature of
             ``sampling``.
@@ -163,15 +164,20 @@ class MultiTurnTrainer(Trainer):
             raise ValueError(f"lr and device are for pretrained.load, got {lr=} and {device=}.")
         self.policy = model
         config["lr"] = model.optimizer.param_groups[0]["lr"]
+        judged = {}
+        if is_reward(task):
+            task, judged = ToolEnv([], reward=task), {"on_cut": "continue"}
+        if limits is None or isinstance(limits, Mapping):
+            limits = Limits(**{**judged, **(limits or {})})
         collector = MultiTurnCollector(
-            ToolEnv([], reward=task) if is_reward(task) else task,
+            task,
             TransformersEngine(model.model, model.tokenizer),
             data,
             **{
                 "episodes_per_batch": episodes_per_batch,
                 "group_size": group_size,
                 "total_episodes": updates * episodes_per_batch,
-                "limits": Limits(**limits) if isinstance(limits, Mapping) else limits,
+                "limits": limits,
                 "sampling": {"seed": seed, **(sampling or {})},
                 "postproc": MergeTurns(pad_token_id=model.tokenizer.pad_token_id),
                 "options": CollectorOptions(seed=seed),

@@ -126,9 +126,13 @@ def _cut_responses(run: Run) -> Verdict | None:
     accepted = _grown(run, "accepted")
     if not accepted:
         return None
-    share = _grown(run, "stop/max_response_tokens") / accepted
-    text = f"{share:.0%} of the accepted episodes ended because a response was cut at its limit."
-    advice = "The environment never saw these. Raise Limits(max_response_tokens=...)."
+    ended = _grown(run, "stop/max_response_tokens") / accepted
+    share = max(ended, _grown(run, "cut") / max(_grown(run, "turns"), 1))
+    text = f"{share:.0%} of the responses were cut at their limit."
+    advice = "Raise Limits(max_response_tokens=...)."
+    if share == ended:
+        text = f"{share:.0%} of the accepted episodes ended because a response was cut at its limit."
+        advice = f"The environment never saw these. {advice}"
     return _level(share, 0.5, 0.9), text, advice, run.steps[-_WINDOW:]
 
 

@@ -263,13 +263,12 @@ def _summary(found: Mapping[str, float]) -> dict[str, Any]:
     """What the bar shows beside the steps."""
     rewards = [name for name in sorted(found) if re.fullmatch(r"reward(/[^/]+/mean)?", name)]
     ended = found.get("accepted", 0) + found.get("rejected", 0)
-    cut = found.get("stop/max_response_tokens")
     shown = {
         "reward": found[rewards[0]] if rewards else None,
         "return": found.get("return"),
         "tokens/s": found.get("tokens_per_second"),
         "rejected": f"{found.get('rejected', 0) / ended:.0%}" if ended else None,
-        "cut": f"{cut / found['accepted']:.0%}" if cut and found.get("accepted") else None,
+        "cut": f"{found['cut'] / found['turns']:.0%}" if found.get("cut") else None,
         "staleness": found.get("staleness/mean"),
     }
     return {name: value for name, value in shown.items() if value is not None}

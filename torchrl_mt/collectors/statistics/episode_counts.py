@@ -85,6 +85,7 @@ class EpisodeCounts:
                     accepted=1,
                     turns=len(episode.turns),
                     tokens=episode.num_tokens,
+                    cut=sum(t.completion.finish_reason == "length" for t in episode.turns),
                     forks=episode.num_forks,
                 ),
                 episode.stop_reason,
@@ -137,9 +138,9 @@ class EpisodeCounts:
             )
 
     def stats(self) -> dict[str, int]:
-        """All counters; ``turns``, ``tokens`` and ``forks`` are of accepted episodes."""
+        """All counters; those of turns, tokens, cut responses and forks are of accepted episodes."""
         with self._lock:
-            names = ("started", "accepted", "rejected", "turns", "tokens", "forks")
+            names = ("started", "accepted", "rejected", "turns", "tokens", "cut", "forks")
             stats = {name: self._counts[name] for name in names}
             stats |= {name: count for name, count in self._counts.items() if "/" in name}
             stats["running"] = len(self._running)
