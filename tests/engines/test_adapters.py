@@ -63,6 +63,14 @@ def test_merged_weights_are_those_of_peft_under_the_base_models_names(name):
     assert changed  # The adapter does something.
 
 
+def test_merging_copies_the_layers_with_adapters_alone():
+    model = lora(untied(), target_modules=["q_proj"])
+    of_model = {value.data_ptr() for value in model.state_dict().values()}
+    merged = merged_weights(model)
+    copied = {name for name, value in merged.items() if value.data_ptr() not in of_model}
+    assert copied == {name for name in merged if "q_proj" in name} != set()
+
+
 def test_an_engine_of_the_base_model_samples_from_the_merged_policy(tokenizer, model):
     engine = endless(model, tokenizer, share_weights=False, max_new_tokens=8)
     actor = lora(copy.deepcopy(model)).train()

@@ -151,6 +151,14 @@ def test_chosen_tokens_have_their_cross_entropy():
         MultiTurnLoss(actor, sft_coef=0.5)(rows)
 
 
+def test_the_mask_of_chosen_tokens_must_be_boolean():
+    actor, rows = make_model(), make_rows()
+    rows["masks", "sft"] = rows["masks", "all_attention_mask"].long()
+    message = r"the entry \('masks', 'sft'\) of rows must be a bool tensor, got torch\.int64;"
+    with pytest.raises(TypeError, match=message):
+        MultiTurnLoss(actor, objective="sft", sft_coef=0.5)(rows)
+
+
 def test_the_advantage_is_how_much_likelier_the_teacher_finds_a_token():
     actor, teacher, rows = make_model(), make_model(1), make_rows()
     rows = ExperienceMaker(actor, teacher=teacher, advantage="distill", old_log_probs="actor")(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 
 import pytest
 
@@ -54,7 +55,7 @@ def write(tmp_path, monkeypatch):
     """Writes a TOML file beside a model and a module; makes the changes that are asked for."""
     monkeypatch.setattr(trainer_module, "plot_run", lambda folder: "left out")
     monkeypatch.syspath_prepend(tmp_path)  # and so it is removed
-    monkeypatch.delitem(__import__("sys").modules, "tasks_of_a_run", raising=False)
+    monkeypatch.delitem(sys.modules, "tasks_of_a_run", raising=False)
     save_tiny(tmp_path / "model")
     (tmp_path / "tasks_of_a_run.py").write_text(TASK)
     (tmp_path / "tasks_of_a_run_later.py").write_text("VALUE = 1.0\n")
@@ -130,6 +131,12 @@ def test_adapters_may_be_a_table(write):
 def test_the_folder_may_be_at_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert module.trainer_from_file(write(folder='"~/run"')).folder == tmp_path / "home" / "run"
+
+
+def test_modules_beside_the_file_are_found_from_anywhere(write, tmp_path, monkeypatch):
+    path = write()
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    assert module.trainer_from_file(path).folder == tmp_path / "run"
 
 
 def test_functions_of_the_task_may_import_later(write):

@@ -176,7 +176,9 @@ def test_tokens_and_rewards(call, error, text):
             if f is not reinforce
         ),
         refused("dual_clip must be above 1", ppo, X, X, X, MASK, dual_clip=1.0),
+        refused("tau_pos must be positive", sapo, X, X, X, MASK, tau_pos=0.0),
         refused("tau_neg must be positive", sapo, X, X, X, MASK, tau_neg=0.0),
+        refused("shape_pos must be positive", vespo, X, X, X, MASK, shape_pos=(0.0, 1.0)),
         refused("shape_neg must be positive", vespo, X, X, X, MASK, shape_neg=(1.0, 0.0)),
         refused("bounds must be", clip_cov, X, X, X, MASK, bounds=(5.0, 1.0)),
         *(
