@@ -77,7 +77,7 @@ class BatchScheduler:
         self._finished: list[Request] = []
         self._prefills: list[Prefill] = []
         self._batches: list[Batch] = []
-        self._since_admission = 0
+        self._since_admission = self._left_since = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -90,7 +90,7 @@ class BatchScheduler:
                 self._model.follow()
                 self.forget_cache()
             self._drop_cancelled()
-            if self._is_due():
+            if self.waiting and self.is_due():
                 self._admit()
             self._compute_prompts()
             self._sample()
@@ -141,11 +141,11 @@ class BatchScheduler:
 
     # Prompts
 
-    def _is_due(self) -> bool:
+    def is_due(self, arriving: int = 0) -> bool:
         """Whether to admit requests; a forward pass for each single prompt would cost too much."""
         sampling = sum(len(batch.rows) for batch in self._batches)
-        count = len(self.waiting)
-        return count > 0 and (self._since_admission >= _PROMPT_INTERVAL or count >= sampling)
+        count = max(len(self.waiting) + arriving, self._left_since)
+        return self._since_admission >= _PROMPT_INTERVAL or count >= sampling
 
     def _admit(self) -> None:
         """Admit requests, oldest first, except those whose prefix is being computed."""
@@ -175,7 +175,7 @@ class BatchScheduler:
                     self.counts.new_tokens += len(request.tokens) - known
             self.running[request] = None
             del self.waiting[request]
-        self._since_admission = 0
+        self._since_admission = self._left_since = 0
         self._evict()
         for prompts in self._grouped(chosen.values()):
             self._prefills.append(Prefill(self._model, self._batch_for(prompts), prompts))
@@ -352,6 +352,7 @@ class BatchScheduler:
         if not requests:
             return
         gone = set(requests)
+        self._left_since += len(gone)
         for request in requests:
             del self.running[request]
         for batch in self._batches:

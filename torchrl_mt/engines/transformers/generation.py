@@ -1,10 +1,15 @@
-"""The generation thread: it takes the scheduler's steps and admits requests between them."""
+"""The generation thread: it takes the scheduler's steps and admits requests between them.
+
+Before it admits any, it lets event loops run all that they can. So what is computed together does not
+depend on how fast threads run, unless players themselves do, and equal runs have equal bits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
@@ -16,8 +21,10 @@ __all__ = ["Generation"]
 
 _MAX_GAP = 0.002
 """Seconds to wait for a further prompt before a batch begins."""
-_MAX_SUBMITTING = 0.02
-"""The same, while a loop has not yet run all that submits."""
+_MAX_CATCHING_UP = 0.1
+"""Seconds to wait for loops to run all that they can."""
+_ROUNDS = 4
+"""Rounds of a loop in which an answer leads to the next request of a player that waits for nothing else."""
 
 
 class Generation(EngineThread):
@@ -31,8 +38,8 @@ class Generation(EngineThread):
         super().__init__("torchrl_mt-generation")
         self._scheduler = scheduler
         self._inbox: dict[Request, None] = {}
-        self._submitting: set[asyncio.AbstractEventLoop] = set()
-        """Loops that may submit more at once."""
+        self._catching_up: dict[object, asyncio.AbstractEventLoop] = {}
+        """Loops that have not yet run all that they could since a request or an answer."""
         self._num_answered = 0
 
     def submit(self, request: Request) -> None:
@@ -43,14 +50,24 @@ class Generation(EngineThread):
         """
         with self._queueing():
             self._inbox[request] = None
-            if request.loop not in self._submitting:
-                self._submitting.add(request.loop)
-                request.loop.call_soon(request.loop.call_soon, self._submitted, request.loop)
+            if request.loop not in self._catching_up.values():
+                self._let_run([request.loop])
 
-    def _submitted(self, loop: asyncio.AbstractEventLoop) -> None:
-        """All that could run on a loop ran since its first request."""
+    def _let_run(self, loops: Iterable[asyncio.AbstractEventLoop]) -> None:
+        """Note that loops catch up, until they have run some rounds."""
+        for loop in loops:
+            mark = object()
+            with suppress(RuntimeError):  # a closed loop submits nothing
+                loop.call_soon_threadsafe(self._run_round, mark, _ROUNDS)
+                self._catching_up[mark] = loop
+
+    def _run_round(self, mark: object, left: int) -> None:
+        """Count a round of a loop; this runs on it."""
+        if left:
+            asyncio.get_running_loop().call_soon(self._run_round, mark, left - 1)
+            return
         with self._changed:
-            self._submitting.discard(loop)
+            self._catching_up.pop(mark, None)
             self._changed.notify_all()
 
     def withdraw(self, request: Request) -> None:
@@ -77,14 +94,15 @@ class Generation(EngineThread):
                 self._changed.wait_for(
                     lambda: self._closed or (not self._paused and self._num_open())
                 )
-                if not self._scheduler.running:
+                if self._scheduler.is_due(len(self._inbox)):
                     self._gather()
                 if self._closed:
                     return
                 if self._paused:
                     continue
-                self._scheduler.add(self._inbox)
-                self._inbox = {}
+                if self._scheduler.is_due(len(self._inbox)):
+                    self._scheduler.add(self._inbox)
+                    self._inbox = {}
                 self._busy = True
             try:
                 with torch.inference_mode():
@@ -100,6 +118,7 @@ class Generation(EngineThread):
                     for request in finished
                 )
                 with self._changed:
+                    self._let_run({request.loop for request in finished})
                     self._busy = False
                     self._changed.notify_all()
 
@@ -107,18 +126,25 @@ class Generation(EngineThread):
         return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def _gather(self) -> None:
-        """Wait while a loop submits, or those arrive who were answered in the last step."""
+        """Wait while loops catch up, or those arrive who were answered in the last step."""
 
         def more() -> bool:
-            return bool(self._submitting) or self._num_open() < self._num_answered
+            return self._catches_up() or (
+                not self._scheduler.running and self._num_open() < self._num_answered
+            )
 
         while not (self._closed or self._paused) and more():
             count = self._num_open()
             if not self._changed.wait_for(
                 lambda: self._num_open() > count or not more(),  # noqa: B023
-                _MAX_SUBMITTING if self._submitting else _MAX_GAP,
+                _MAX_CATCHING_UP if self._catches_up() else _MAX_GAP,
             ):
+                self._catching_up.clear()  # something on a loop takes long
                 break
+
+    def _catches_up(self) -> bool:
+        """Whether a loop that runs has still something to run."""
+        return any(loop.is_running() for loop in self._catching_up.values())
 
     def _fail(self, error: Callable[[], BaseException]) -> None:
         """Fail all requests."""
