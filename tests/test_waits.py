@@ -116,6 +116,11 @@ PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
     "sample": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.sample()), 0),
     "update priorities": (lambda: replaying(PrioritizedClipSampler(slice_len=8), update), 1),
     "extend": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.extend(episode())), 0),
+    # The flags, the first steps' entries, and TorchRL's upload of the index.
+    "extend on the device": (
+        lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.extend(episode().to("cuda"))),
+        3,
+    ),
     "DiscountedReturn": (partial(transforming, DiscountedReturn(0.9)), 1),
 }
 """For each path what makes its call, and the most waits."""
