@@ -95,17 +95,17 @@ def update(buffer: Any) -> None:
 
 
 PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
-    # transformers asks twice in each padded pass whether there is padding, and once if packed.
+    # transformers asks once in each pass whether rows are packed.
     "maker, sampler": (partial(making, old_log_probs="sampler"), 1),
-    "maker, actor": (partial(making, old_log_probs="actor"), 5),
+    "maker, actor": (partial(making, old_log_probs="actor"), 4),
     "maker, actor, packed": (partial(making, old_log_probs="actor", passes=Passes(packed=True)), 4),
-    "maker, actor, ref": (partial(making, old_log_probs="actor", ref=True), 9),
-    "maker, actor, critic": (partial(making, old_log_probs="actor", valued=True), 8),
-    "loss": (training, 5),
-    "loss, total": (partial(training, with_total=True), 5),
+    "maker, actor, ref": (partial(making, old_log_probs="actor", ref=True), 7),
+    "maker, actor, critic": (partial(making, old_log_probs="actor", valued=True), 6),
+    "loss": (training, 4),
+    "loss, total": (partial(training, with_total=True), 4),
     "loss, packed": (partial(training, passes=Passes(packed=True)), 4),
-    "loss, critic": (partial(training, valued=True), 7),
-    "loss, prompt_mean": (partial(training, aggregation="prompt_mean"), 7),
+    "loss, critic": (partial(training, valued=True), 5),
+    "loss, prompt_mean": (partial(training, aggregation="prompt_mean"), 6),
     "MergeTurns": (partial(transforming, MergeTurns()), 1),
     # Of each step transformers' question and the copy of what was drawn; of prompts five uploads.
     "engine, 20 steps": (sampling, 45),
@@ -116,6 +116,11 @@ PATHS: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
     "sample": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.sample()), 0),
     "update priorities": (lambda: replaying(PrioritizedClipSampler(slice_len=8), update), 1),
     "extend": (lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.extend(episode())), 0),
+    # The flags, the first steps' entries, and TorchRL's upload of the index.
+    "extend on the device": (
+        lambda: replaying(ClipSampler(slice_len=8), lambda rb: rb.extend(episode().to("cuda"))),
+        3,
+    ),
     "DiscountedReturn": (partial(transforming, DiscountedReturn(0.9)), 1),
 }
 """For each path what makes its call, and the most waits."""

@@ -5,11 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.scoring.helpers import close, tiny
 from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker, Passes, ValueModel
 from torchrl_mt.scoring.forward import _lock, run_model, scoring_mode
+from torchrl_mt.testing import tiny_vl_model
 
 
 class Watched(nn.Module):
@@ -161,3 +166,76 @@ def test_no_other_thread_draws_the_same_numbers_twice(watched, rows):
     after = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(torch.cat([during, after]), torch.rand(6))
+
+
+def run(model, tokens, mask):
+    """The output of a pass for each token, and the mask that the model was given."""
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.append(kwargs["attention_mask"])
+
+    with torch.no_grad(), model.register_forward_pre_hook(look, with_kwargs=True):
+        output = run_model(model, {"input_ids": tokens, "attention_mask": mask})
+    return getattr(output, "logits", output), seen[0]
+
+
+def critic(model):
+    made = ValueModel.from_model(model)
+    nn.init.normal_(made.head.weight)
+    return made
+
+
+CAUSAL = {
+    "GPT2": lambda: tiny("GPT2"),
+    "OPT": lambda: tiny("OPT", word_embed_proj_dim=16, ffn_dim=32),
+    "Mistral": lambda: tiny("Mistral", sliding_window=3),
+    "Gemma2": lambda: tiny("Gemma2", head_dim=8, sliding_window=3),
+    "Lfm2": lambda: tiny("Lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3),
+    "Qwen3Moe": lambda: tiny(
+        "Qwen3Moe", moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
+    ),
+    "eager": lambda: tiny("Qwen2", attn_implementation="eager"),
+    "LoRA": lambda: get_peft_model(tiny("Llama"), LoraConfig(init_lora_weights=False)).eval(),
+    "ValueModel": lambda: critic(tiny("Llama")),
+}
+
+
+@pytest.fixture(scope="module", params=CAUSAL)
+def causal(request):
+    return CAUSAL[request.param]()
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_a_causal_model_computes_rows_alike_without_a_mask_of_the_padding_behind(
+    causal, lengths, seed
+):
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(24, mask.shape, generator=torch.Generator().manual_seed(seed))
+    output, given_mask = run(causal, tokens, mask.long())
+    assert given_mask is None
+    expected = causal(input_ids=tokens, attention_mask=mask.long())
+    close([output[mask]], [getattr(expected, "logits", expected)[mask]])
+
+
+@pytest.mark.parametrize("mask", [[[0, 1, 1], [1, 1, 1]], [[1, 0, 1], [1, 1, 0]]])
+def test_a_mask_of_padding_elsewhere_is_given_to_a_causal_model(model, mask):
+    mask = torch.tensor(mask)
+    _, given_mask = run(model, torch.ones_like(mask), mask)
+    assert torch.equal(given_mask, mask)
+
+
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        lambda: tiny("Bert", is_decoder=False),
+        lambda: tiny("Bloom"),
+        lambda: Watched(tiny("Llama")),
+        lambda: tiny_vl_model()[0],
+    ],
+    ids=["attends to what follows", "tells nothing", "not of transformers", "with images"],
+)
+def test_a_mask_of_the_padding_behind_is_given_to_other_models(make_model):
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    _, given_mask = run(make_model(), torch.ones_like(mask), mask)
+    assert torch.equal(given_mask, mask)

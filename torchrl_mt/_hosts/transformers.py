@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, inference_mode, nn
+from transformers import PreTrainedModel
 
 __all__ = [
     "RotaryFrequencies",
     "attention_implementation",
     "cache_argument",
     "image_features",
+    "looks_back_only",
     "rotary_frequencies",
 ]
 
@@ -26,6 +28,18 @@ def attention_implementation(model: nn.Module) -> str | None:
         if isinstance(kind, str):
             return kind
     return None
+
+
+def looks_back_only(model: nn.Module) -> bool:
+    """Whether a model of transformers attends to earlier tokens alone, and takes no images.
+
+    A row is then computed alike with and without a mask of the padding behind it.
+    """
+    known = isinstance(getattr(model, "base_model", None), PreTrainedModel)
+    if not known or not getattr(getattr(model, "config", None), "is_causal", True):
+        return False
+    causal = [m["is_causal"] for m in map(vars, model.modules()) if "is_causal" in m]
+    return bool(causal) and all(causal)
 
 
 def cache_argument(model: nn.Module) -> str:

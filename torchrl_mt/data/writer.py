@@ -40,8 +40,8 @@ from torchrl_mt.data._writing.closed_episodes import (
 from torchrl_mt.data._writing.continuity import Pairs, bits_at, comparable, counting, learned
 from torchrl_mt.data._writing.matching import Matches, match, renumbered
 from torchrl_mt.data._writing.open_steps import Label, OpenSteps
-from torchrl_mt.data._writing.segments import Batch, Form, flatten, read_ids, segment
-from torchrl_mt.data._writing.ted import FLAGS, EndFlags, names_of
+from torchrl_mt.data._writing.segments import Batch, Form, flatten, segment
+from torchrl_mt.data._writing.ted import FLAGS, EndFlags, copied_to_cpu, names_of
 from torchrl_mt.data.checkpoint import SavesState
 from torchrl_mt.data.samplers.compatible import check_samplers
 from torchrl_mt.data.storage import EpisodeStorage
@@ -376,8 +376,7 @@ class EpisodeWriter(SavesState, Writer):
             steps.check_values()
         added, paths = self._added_and_compared(steps, form)
         id_source = self._find_id_source(steps, shape)
-        ids = None if id_source.key is None else read_ids(steps, id_source.key)
-        batch = segment(steps, ids, shape, self._end_flags)
+        batch = segment(steps, id_source.key, shape, self._end_flags)
         if added:
             form = None
             rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
@@ -424,13 +423,20 @@ class EpisodeWriter(SavesState, Writer):
         pairs = self._pairs
         if self._open.batches % 8:
             paths = tuple(path for path in paths if sum(pairs.get(path, (0, 0))) < _ENOUGH)
-        at, columns = batch.pairs(_PAIRS), batch.steps.columns
+        earlier, columns = batch.pairs(_PAIRS), batch.steps.columns
+        later = earlier + 1
+        compared = {key: columns[key] for path in paths for key in (path, ("next", *path))}
+        if any(isinstance(column, Tensor) and not column.is_cpu for column in compared.values()):
+            both = torch.from_numpy(np.concatenate([earlier, later]))
+            steps = replace(batch.steps, columns=compared).take(both)
+            columns = copied_to_cpu(steps, compared).columns
+            earlier, later = np.split(np.arange(len(both)), 2)
         return learned(
             pairs,
             paths,
-            lambda path: bits_at(columns[path], at + 1),
-            lambda path: bits_at(columns[path], at),
-            len(at),
+            lambda path: bits_at(columns[path], later),
+            lambda path: bits_at(columns[path], earlier),
+            len(later),
         )
 
     def _learned_from_links(self, found: Matches, pairs: Pairs, paths: tuple[Path, ...]) -> Pairs:

@@ -16,9 +16,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_mt.data._store.steps import Path, Steps, has_lazy_stack, name_of, unpack
-from torchrl_mt.data._writing.ted import EndFlags, begins, not_padding, stacked
+from torchrl_mt.data._writing.ted import EndFlags, begins, copied_to_cpu, not_padding, stacked
 
-__all__ = ["Batch", "Form", "Segments", "flatten", "read_ids", "segment"]
+__all__ = ["Batch", "Form", "Segments", "flatten", "segment"]
 
 Form = tuple[tuple[Path, torch.Size, torch.dtype], ...]
 """Entries, shapes per step and dtypes of a TensorDict of plain tensors."""
@@ -78,22 +78,23 @@ class Batch:
         return np.flatnonzero(inner)[:most]
 
 
-def segment(steps: Steps, ids: np.ndarray | None, shape: torch.Size, flags: EndFlags) -> Batch:
+def segment(steps: Steps, id_key: Path | None, shape: torch.Size, flags: EndFlags) -> Batch:
     """Cut a batch into segments.
 
     Args:
         steps: the flattened batch.
-        ids: int64 ``[N]``, id of each step; None takes the row as id.
+        id_key: the column of ids; None takes the row as id.
         shape: ``[N]`` or ``[B, T]``, its batch size.
         flags: the flags that end an episode.
 
     Raises:
-        ValueError: if an id is in more than one row.
+        ValueError: if ids are not one integer per step, or one is in more than one row.
     """
     rows = np.arange(steps.length) // shape[-1]
-    ids = rows if ids is None else ids
-    ended, init = flags.ended(steps), begins(steps)
-    valid, places = not_padding(steps), None
+    told = copied_to_cpu(steps, (*flags.told_by(), *([] if id_key is None else [id_key])))
+    ids = rows if id_key is None else read_ids(told, id_key)
+    ended, init = flags.ended(told), begins(told)
+    valid, places = not_padding(told), None
     if valid is not None:
         places = valid.nonzero()[0]
         rows, ids, ended, init = rows[places], ids[places], ended[places], init[places]

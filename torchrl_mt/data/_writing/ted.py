@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,16 @@ from torch import Tensor
 from torchrl_mt.data._store.steps import Column, Path, Rows, Steps, name_of
 from torchrl_mt.devices import on_cpu
 
-__all__ = ["FLAGS", "INIT", "EndFlags", "begins", "names_of", "not_padding", "stacked"]
+__all__ = [
+    "FLAGS",
+    "INIT",
+    "EndFlags",
+    "begins",
+    "copied_to_cpu",
+    "names_of",
+    "not_padding",
+    "stacked",
+]
 
 FLAGS = ("done", "terminated", "truncated")
 """Names of done flags. At the root of a step they are false, as an ended episode takes no step."""
@@ -30,6 +39,10 @@ class EndFlags:
     """Where they are; () for those of done, terminated and truncated under ``"next"`` that exist."""
     done_on_any: bool = True
     """For one flag per agent: whether any true flag ends the episode, rather than all."""
+
+    def told_by(self) -> tuple[Path, ...]:
+        """List the columns that may tell which steps begin and end episodes, and which are padding."""
+        return (*(self.keys or _END_KEYS), _MASK, INIT)
 
     def ended(self, steps: Steps) -> np.ndarray:
         """Return which steps end their episode: bool ``[N]``."""
@@ -85,6 +98,14 @@ class EndFlags:
                 keys.update(dict.fromkeys((*key[:-1], flag) for flag in ("done", "truncated")))
         found = [key for key in keys if key in steps.columns]
         return [key for key in found if stacked(steps.columns[key]) is not None]
+
+
+def copied_to_cpu(steps: Steps, keys: Iterable[Path]) -> Steps:
+    """Copy columns on another device to the CPU, as one; the given steps do not change."""
+    found = {key: steps.columns.get(key) for key in keys}
+    away = {k: x for k, x in found.items() if isinstance(x, Tensor) and not x.is_cpu}
+    copies = dict(zip(away, on_cpu(*away.values()), strict=True))
+    return replace(steps, columns={**steps.columns, **copies}) if copies else steps
 
 
 def begins(steps: Steps) -> np.ndarray:
