@@ -277,6 +277,11 @@ RUNS = {
         "collector_kwargs": {"options": CollectorOptions(shuffle=True)},
     },
     "lora": {},
+    "answers of many lengths": {
+        "group_size": 3,
+        "episodes_per_batch": 12,
+        "limits": {"max_response_tokens": 12, "on_cut": "continue"},
+    },
 }
 
 
@@ -602,7 +607,7 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
 
 def test_a_run_does_not_go_back(tmp_path):
     trainer(tmp_path, updates=2).train()
-    with pytest.raises(ValueError, match="updates must be at least 2, which .* made, got 1"):
+    with pytest.raises(ValueError, match=r"updates must be at least 2, which .* made, got 1"):
         trainer(tmp_path, updates=1, resume=True).train()
 
 

@@ -131,7 +131,9 @@ def _cut_responses(run: Run) -> Verdict | None:
     text = f"{share:.0%} of the responses were cut at their limit."
     advice = "Raise Limits(max_response_tokens=...)."
     if share == ended:
-        text = f"{share:.0%} of the accepted episodes ended because a response was cut at its limit."
+        text = (
+            f"{share:.0%} of the accepted episodes ended because a response was cut at its limit."
+        )
         advice = f"The environment never saw these. {advice}"
     return _level(share, 0.5, 0.9), text, advice, run.steps[-_WINDOW:]
 

@@ -23,8 +23,8 @@ _MAX_GAP = 0.002
 """Seconds to wait for a further prompt before a batch begins."""
 _MAX_CATCHING_UP = 0.1
 """Seconds to wait for loops to run all that they can."""
-_ROUNDS = 4
-"""Rounds of a loop in which an answer leads to the next request of a player that waits for nothing else."""
+_ROUNDS = 24
+"""Rounds of a loop within which a player that waits for nothing else goes from answer to request."""
 
 
 class Generation(EngineThread):
@@ -38,8 +38,8 @@ class Generation(EngineThread):
         super().__init__("torchrl_mt-generation")
         self._scheduler = scheduler
         self._inbox: dict[Request, None] = {}
-        self._catching_up: dict[object, asyncio.AbstractEventLoop] = {}
-        """Loops that have not yet run all that they could since a request or an answer."""
+        self._rounds: dict[asyncio.AbstractEventLoop, int] = {}
+        """Rounds that loops have still to run since their last request or answer."""
         self._num_answered = 0
 
     def submit(self, request: Request) -> None:
@@ -50,25 +50,25 @@ class Generation(EngineThread):
         """
         with self._queueing():
             self._inbox[request] = None
-            if request.loop not in self._catching_up.values():
-                self._let_run([request.loop])
+            self._let_run([request.loop])
 
     def _let_run(self, loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-        """Note that loops catch up, until they have run some rounds."""
+        """Have loops count their next rounds."""
         for loop in loops:
-            mark = object()
             with suppress(RuntimeError):  # a closed loop submits nothing
-                loop.call_soon_threadsafe(self._run_round, mark, _ROUNDS)
-                self._catching_up[mark] = loop
+                if loop not in self._rounds:
+                    loop.call_soon_threadsafe(self._run_round, loop)
+                self._rounds[loop] = _ROUNDS
 
-    def _run_round(self, mark: object, left: int) -> None:
+    def _run_round(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count a round of a loop; this runs on it."""
-        if left:
-            asyncio.get_running_loop().call_soon(self._run_round, mark, left - 1)
-            return
         with self._changed:
-            self._catching_up.pop(mark, None)
-            self._changed.notify_all()
+            left = self._rounds.pop(loop, 0) - 1
+            if left > 0:
+                self._rounds[loop] = left
+                loop.call_soon(self._run_round, loop)
+            else:
+                self._changed.notify_all()
 
     def withdraw(self, request: Request) -> None:
         """Cancel a request; its sampled tokens are dropped."""
@@ -139,12 +139,12 @@ class Generation(EngineThread):
                 lambda: self._num_open() > count or not more(),  # noqa: B023
                 _MAX_CATCHING_UP if self._catches_up() else _MAX_GAP,
             ):
-                self._catching_up.clear()  # something on a loop takes long
+                self._rounds.clear()  # something on a loop takes long
                 break
 
     def _catches_up(self) -> bool:
-        """Whether a loop that runs has still something to run."""
-        return any(loop.is_running() for loop in self._catching_up.values())
+        """Whether a loop may still submit at once; one that was stopped does not."""
+        return any(loop.is_running() for loop in self._rounds)
 
     def _fail(self, error: Callable[[], BaseException]) -> None:
         """Fail all requests."""
