@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -21,10 +22,11 @@ __all__ = ["Generation"]
 
 _MAX_GAP = 0.002
 """Seconds to wait for a further prompt before a batch begins."""
-_MAX_CATCHING_UP = 0.1
+_MAX_CATCHING_UP = 0.05
 """Seconds to wait for loops to run all that they can."""
-_ROUNDS = 24
-"""Rounds of a loop within which a player that waits for nothing else goes from answer to request."""
+_ROUNDS, _ROUNDS_EACH = 16, 4
+"""Rounds within which a loop turns answers into requests, at least and for each answer, if its players
+wait for nothing else. Twice of what was seen."""
 
 
 class Generation(EngineThread):
@@ -39,7 +41,7 @@ class Generation(EngineThread):
         self._scheduler = scheduler
         self._inbox: dict[Request, None] = {}
         self._rounds: dict[asyncio.AbstractEventLoop, int] = {}
-        """Rounds that loops have still to run since their last request or answer."""
+        """Rounds that loops have still to run before the next requests are admitted."""
         self._num_answered = 0
 
     def submit(self, request: Request) -> None:
@@ -50,15 +52,15 @@ class Generation(EngineThread):
         """
         with self._queueing():
             self._inbox[request] = None
-            self._let_run([request.loop])
+            if not self._scheduler.running:
+                self._let_run(request.loop, _ROUNDS)
 
-    def _let_run(self, loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-        """Have loops count their next rounds."""
-        for loop in loops:
-            with suppress(RuntimeError):  # a closed loop submits nothing
-                if loop not in self._rounds:
-                    loop.call_soon_threadsafe(self._run_round, loop)
-                self._rounds[loop] = _ROUNDS
+    def _let_run(self, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
+        """Have a loop count at least so many further rounds."""
+        with suppress(RuntimeError):  # a closed loop submits nothing
+            if loop not in self._rounds:
+                loop.call_soon_threadsafe(self._run_round, loop)
+            self._rounds[loop] = max(self._rounds.get(loop, 0), rounds)
 
     def _run_round(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count a round of a loop; this runs on it."""
@@ -118,7 +120,9 @@ class Generation(EngineThread):
                     for request in finished
                 )
                 with self._changed:
-                    self._let_run({request.loop for request in finished})
+                    for loop, answers in Counter(request.loop for request in finished).items():
+                        rounds = self._rounds.get(loop, 0) + answers * _ROUNDS_EACH
+                        self._let_run(loop, max(rounds, _ROUNDS))
                     self._busy = False
                     self._changed.notify_all()
 
