@@ -36,7 +36,7 @@ def results(command: list[str], cwd: Path) -> list[float]:
     ("program", "most_before", "least_after"),
     [
         ("guess_number --updates 4 --eval-episodes 32", 0.5, 0.45),
-        ("offline_dialogues --updates 2 --held-out 16", 0.1, 0.3),
+        ("offline_dialogues --updates 1 --held-out 16", 0.1, 0.3),
         ("openai_agent --updates 5 --held-out 16", 0.4, 0.4),
         ("tool_agent --updates 2", 0.1, 0.3),
         ("README", 0.4, 0.6),
