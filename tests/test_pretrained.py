@@ -159,3 +159,8 @@ def test_other_families_play_and_learn(family):
     changed = [not torch.equal(a, b) for a, b in zip(before, trained(policy), strict=True)]
     assert all(changed)
     assert (rows["kl"] != 0).any()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"there is no folder .*smollm"):
+        pretrained.load(str(tmp_path / "smollm"))

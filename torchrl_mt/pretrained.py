@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,7 +156,14 @@ def load(
         if dtype is None:
             on_cuda = device is not None and torch.device(device).type == "cuda"
             dtype = torch.bfloat16 if adapted and on_cuda else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        except OSError as error:
+            if Path(name).is_dir():
+                raise
+            raise OSError(
+                f"there is no folder {name!r}, and the Hub gave no model: {error}"
+            ) from error
     else:
         model = name_or_model
         name = getattr(model.config, "name_or_path", "") or type(model).__name__

@@ -195,6 +195,17 @@ async def test_parallel_calls_stay_several(family):
     assert len({call.id for call in calls}) == 2
 
 
+async def test_tools_that_the_template_does_not_read_are_told_once(caplog):
+    async with session_of(counting_engine()) as session:
+        await ask(client_of(session), [user(WORDS[0])])
+        assert "reads no tools" not in caplog.text
+        for _ in range(2):
+            await ask(client_of(session), [user(WORDS[0])], tools=[LOOK])
+    assert (
+        caplog.text.count("reads no tools, so the model is not told of those of the request") == 1
+    )
+
+
 async def test_a_streamed_message_is_the_message():
     """Content, calls, finish reason and usage, for a family with thoughts and calls."""
     engine, _ = calling(QWEN3, "x", "y")

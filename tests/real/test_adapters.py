@@ -50,7 +50,8 @@ def test_at_first_the_actor_is_its_reference_to_the_last_bit(policy, rows):
 
     assert (kl(policy.model, "actor") == 0).all()
     assert kl(policy.model, "sampler").abs().max() < 1e-4
-    assert (kl(nudged(policy.model), "actor") != 0).all()
+    changed = kl(nudged(policy.model), "actor") != 0
+    assert changed.float().mean() > 0.9  # a token that both are certain of has 0
 
 
 def test_the_loss_falls_and_the_base_stays(policy, rows):

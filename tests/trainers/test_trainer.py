@@ -181,7 +181,7 @@ def test_the_log_has_the_settings_and_the_result_is_printed(tmp_path, capsys):
         "lr": 0.01,
     }
     printed = capsys.readouterr().out
-    assert "reward 0." in printed
+    assert "reward in evaluation 0." in printed
 
 
 def test_plain_text_is_scored_if_the_words_are_known(tmp_path):
@@ -554,6 +554,7 @@ def test_trainers_share_nothing(tmp_path):
         ({"device": "cpu"}, ValueError, "device='cpu'"),
         ({"sampling": {"temperature": 0.0}}, ValueError, "temperature must be positive"),
         ({"task": 3}, TypeError, "env must be a TextEnv"),
+        ({"task": lambda messages: 1.0}, TypeError, r"the item, got <lambda>\(messages\)"),
         ({"data": []}, ValueError, "data must hold at least one item"),
         ({"limits": 3}, TypeError, "limits must be"),
     ],

@@ -116,6 +116,7 @@ class ChatTokensCache:
         self._parse = parse
         self._size = size
         self._chats: dict[Hashable, asyncio.Task[ChatTokens]] = {}
+        self._has_warned = False
 
     async def get(self, template_kwargs: Mapping[str, Any]) -> tuple[Hashable, ChatTokens]:
         """Return a key of the variables, and the :class:`~torchrl_mt.chat.ChatTokens`."""
@@ -137,10 +138,14 @@ class ChatTokensCache:
             # Those who asked may be gone when it fails.
             self._chats[key].add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
-            return key, await asyncio.shield(self._chats[key])
+            chat = await asyncio.shield(self._chats[key])
         except Exception:
             self._chats.pop(key, None)
             raise
+        if template_kwargs.get("tools") and not self._has_warned:
+            self._has_warned = True
+            chat.warn_of_tools("request")
+        return key, chat
 
     @property
     def take_images(self) -> bool:

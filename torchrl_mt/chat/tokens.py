@@ -185,6 +185,15 @@ class ChatTokens:
                 'rows, which repeat its beginning. template="training" and on_break="append" keep one'
             )
 
+    def warn_of_tools(self, whose: str) -> None:
+        """Log that the template shows the model no tools, if it reads none."""
+        if "tools" not in self.source:
+            _logger.warning(
+                "the chat template reads no tools, so the model is not told of those of the %s: say in "
+                "the messages what they are and how they are called.",
+                whose,
+            )
+
     def open(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Render the opening of a conversation with the generation prompt.
 

@@ -7,6 +7,7 @@ module, log and checkpoint. A run that was killed at any moment goes on as if no
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ class MultiTurnTrainer(Trainer):
         self.policy = model
         config["lr"] = model.optimizer.param_groups[0]["lr"]
         judged = {}
+        _check_function(task)
         if is_reward(task):
             task, judged = ToolEnv([], reward=task), {"on_cut": "continue"}
         if limits is None or isinstance(limits, Mapping):
@@ -314,7 +316,7 @@ class MultiTurnTrainer(Trainer):
             print(
                 f"reward in training {rewards[0]:.2f} -> {rewards[-1]:.2f}, first and last update"
             )
-        for name, text in (("", "reward"), ("nll_", "plain text nll")):
+        for name, text in (("", "reward in evaluation"), ("nll_", "plain text nll")):
             if f"{name}before" in found and f"{name}after" in found:
                 print(f"{text} {found[f'{name}before']:.2f} -> {found[f'{name}after']:.2f}")
         for finding in check_run(self.folder):
@@ -337,3 +339,16 @@ class MultiTurnTrainer(Trainer):
             write_report(played, self.folder / f"{when}.html", tokenizer=self.policy.tokenizer)
         with contextlib.suppress(ValueError):  # a tokenizer of a few words has no plain text
             self.results[f"nll_{when}"] = self.policy.plain_text_nll()
+
+
+def _check_function(task: Any) -> None:
+    """Refuse a function that neither makes an environment nor takes what a reward function does."""
+    if inspect.isfunction(task) and not is_reward(task):
+        signature = inspect.signature(task)
+        try:
+            signature.bind()
+        except TypeError:
+            raise TypeError(
+                "task, if it is a reward function, must take the messages and the item, got "
+                f"{task.__name__}{signature}."
+            ) from None

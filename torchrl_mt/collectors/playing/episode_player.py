@@ -190,11 +190,8 @@ class EpisodePlayer:
             options = replace(options, template_kwargs={**kwargs, "tools": list(tools)})
         chat = options.tokens(self.tokenizer, processor=self.vision)
         chat.announce()
-        if tools and not whole_text and "tools" not in chat.source:
-            _logger.warning(
-                "the chat template reads no tools, so the model is not told of those of the "
-                "environment: say in the messages what they are and how they are called."
-            )
+        if tools and not whole_text:
+            chat.warn_of_tools("environment")
         self._chats[key] = chat
         if len(self._chats) > _CHATS_KEPT:
             self._chats.popitem(last=False)
