@@ -57,6 +57,8 @@ class Generation(EngineThread):
 
     def _let_run(self, loop: asyncio.AbstractEventLoop, rounds: int) -> None:
         """Have a loop count at least so many further rounds."""
+        for closed in [each for each in self._rounds if each.is_closed()]:
+            del self._rounds[closed]
         with suppress(RuntimeError):  # a closed loop submits nothing
             if loop not in self._rounds:
                 loop.call_soon_threadsafe(self._run_round, loop)
