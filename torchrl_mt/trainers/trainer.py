@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from torchrl_mt import pretrained
 from torchrl_mt.checks import check_at_least, check_positive_integer
 from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
-from torchrl_mt.collectors.playing.env_factory import is_reward
+from torchrl_mt.collectors.playing.env_factory import is_reward, misfit
 from torchrl_mt.datasets import RunCheckpoint, TrainedWeights
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import ToolEnv
@@ -343,12 +343,8 @@ class MultiTurnTrainer(Trainer):
 
 def _check_function(task: Any) -> None:
     """Refuse a function that neither makes an environment nor takes what a reward function does."""
-    if inspect.isfunction(task) and not is_reward(task):
-        signature = inspect.signature(task)
-        try:
-            signature.bind()
-        except TypeError:
-            raise TypeError(
-                "task, if it is a reward function, must take the messages and the item, got "
-                f"{task.__name__}{signature}."
-            ) from None
+    if inspect.isfunction(task) and not is_reward(task) and misfit(task):
+        raise TypeError(
+            "task, if it is a reward function, must take the messages and the item, got "
+            f"{task.__name__}{inspect.signature(task)}."
+        )

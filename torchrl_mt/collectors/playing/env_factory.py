@@ -27,6 +27,7 @@ __all__ = [
     "is_agent",
     "is_reward",
     "is_workflow",
+    "misfit",
     "named",
     "resolve",
 ]
@@ -85,7 +86,7 @@ def resolve(env: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> MakeP
     if is_agent(env):
         return Make(lambda: env, at_once=True, is_agent=True)
     if callable(env) and not isinstance(env, EnvBase):
-        if error := _misfit(env):
+        if error := misfit(env):
             raise TypeError(
                 "env, a callable that makes an environment, must be called without arguments: "
                 f"{error}."
@@ -122,14 +123,14 @@ def _require_fit(cls: type, kwargs: Mapping[str, Any]) -> None:
     # TorchRL's environments are made by a metaclass that hides the signature.
     function: Any = vars(cls).get("__init__", EnvBase.__init__) if issubclass(cls, EnvBase) else cls
     args = () if function is cls else (None,)
-    if error := _misfit(function, *args, **kwargs):
+    if error := misfit(function, *args, **kwargs):
         raise TypeError(
             f"workflow_kwargs must be the arguments of {cls.__name__}{inspect.signature(function)}, got "
             f"{sorted(kwargs)}: {error}."
         )
 
 
-def _misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Why a function does not take these arguments; empty if it does or cannot be inspected."""
     try:
         signature = inspect.signature(function)

@@ -98,13 +98,14 @@ class Generation(EngineThread):
                 self._changed.wait_for(
                     lambda: self._closed or (not self._paused and self._num_open())
                 )
-                if self._scheduler.is_due(len(self._inbox)):
+                is_due = self._scheduler.is_due(len(self._inbox))
+                if is_due:
                     self._gather()
                 if self._closed:
                     return
                 if self._paused:
                     continue
-                if self._scheduler.is_due(len(self._inbox)):
+                if is_due:
                     self._scheduler.add(self._inbox)
                     self._inbox = {}
                 self._busy = True
