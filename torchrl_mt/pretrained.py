@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -158,7 +159,7 @@ def load(
             dtype = torch.bfloat16 if adapted and on_cuda else torch.float32
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-        except OSError as error:
+        except (OSError, HFValidationError) as error:  # the oldest transformers raises the second
             if Path(name).is_dir():
                 raise
             raise OSError(
