@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.small_families import SMALL_FAMILIES
 from torchrl_mt import pretrained
@@ -164,3 +165,22 @@ def test_other_families_play_and_learn(family):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(OSError, match=r"there is no folder .*smollm"):
         pretrained.load(str(tmp_path / "smollm"))
+
+
+def test_the_training_of_saved_adapters_goes_on(folder, tmp_path):
+    policy = pretrained.load(folder)
+    with torch.no_grad():
+        for p in trained(policy):
+            p.normal_()
+    saved = str(tmp_path / "adapters")
+    policy.model.save_pretrained(saved)
+    again = pretrained.load(saved, lora=False)  # its tokenizer is that of the base model
+    assert [p.shape for p in trained(again)] == [p.shape for p in trained(policy)]
+    for ours, theirs in zip(trained(again), trained(policy), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(again.model(ids).logits, policy.model(ids).logits, rtol=0, atol=0)
+    assert again.optimizer.param_groups[0]["lr"] == 3e-4
+    injected = AutoModelForCausalLM.from_pretrained(saved)  # transformers makes no PeftModel
+    with pytest.raises(ValueError, match="no adapters or be a PeftModel, got adapters in a Llama"):
+        pretrained.load(injected, policy.tokenizer)

@@ -6,6 +6,7 @@ learning rate and the number type.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_mt._hosts.peft import is_peft_model
-from torchrl_mt.checks import check_positive_finite
+from torchrl_mt._hosts.peft import has_adapter_layers, is_peft_model
+from torchrl_mt.checks import check_positive_finite, import_extra
 from torchrl_mt.scoring.forward import run_model, scoring_mode
 from torchrl_mt.scoring.token_log_probs import log_probs_at
 
@@ -123,11 +124,12 @@ def load(
     """Load a chat model for training, and print what is trained, and how.
 
     Args:
-        name_or_model: A name on the Hugging Face Hub, a folder, or a model that is loaded already.
+        name_or_model: A name on the Hugging Face Hub, a folder, or a model that is loaded already. A
+            folder may hold PEFT's adapters alone: their training goes on.
         tokenizer: The model's tokenizer; by default it is loaded by the model's name.
         lora: Train LoRA adapters on all linear layers (rank 16, ``lora_alpha`` 32, no dropout), which
             keeps what the model knows. Or a ``peft.LoraConfig``, or a mapping such as ``{"r": 8}``; or
-            ``False``, to train all weights. A ``PeftModel`` keeps its own.
+            ``False``, to train all weights. A model that has adapters keeps its own.
         lr: Learning rate; by default :func:`learning_rate`.
         device: Where the model goes; by default it stays where it was loaded, as it must with
             ``device_map`` or quantised weights.
@@ -141,7 +143,7 @@ def load(
         TypeError: If arguments for loading are given with a loaded model, or a model that has no name
             comes without its tokenizer.
         ValueError: If the tokenizer has no chat template or no end-of-turn token, ``lr`` is not
-            positive, or nothing would be trained.
+            positive, nothing would be trained, or a model that is no ``PeftModel`` has adapters.
 
     Examples:
         >>> import torchrl_mt as mt
@@ -151,20 +153,13 @@ def load(
     """
     if lr is not None:
         check_positive_finite("lr", lr)
-    adapted = bool(lora) or is_peft_model(name_or_model)
     if isinstance(name_or_model, str):
         name: str = name_or_model
+        adapters = Path(name, "adapter_config.json").is_file()
         if dtype is None:
             on_cuda = device is not None and torch.device(device).type == "cuda"
-            dtype = torch.bfloat16 if adapted and on_cuda else torch.float32
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
-        except (OSError, HFValidationError) as error:  # the oldest transformers raises the second
-            if Path(name).is_dir():
-                raise
-            raise OSError(
-                f"there is no folder {name!r}, and the Hub gave no model: {error}"
-            ) from error
+            dtype = torch.bfloat16 if (lora or adapters) and on_cuda else torch.float32
+        model: Any = (_load_adapters if adapters else _load_weights)(name, dtype=dtype, **kwargs)
     else:
         model = name_or_model
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
@@ -176,7 +171,8 @@ def load(
     if tokenizer is None:
         if not isinstance(name_or_model, str) and name == type(model).__name__:
             raise TypeError(f"tokenizer must be given with a {name} that has no name, got None.")
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        has_own = Path(name, "tokenizer_config.json").is_file() or not is_peft_model(model)
+        tokenizer = AutoTokenizer.from_pretrained(name if has_own else model.config.name_or_path)
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {name} must have a chat template, got none: take a model that is tuned "
@@ -190,8 +186,14 @@ def load(
         tokenizer.pad_token = tokenizer.eos_token
     if device is not None:
         model.to(device)
-    if lora and not is_peft_model(model):
-        model = _with_lora(model, lora)
+    if not is_peft_model(model):
+        if has_adapter_layers(model):
+            raise ValueError(
+                f"{name} must have no adapters or be a PeftModel, got adapters in a "
+                f"{type(model).__name__}: take PeftModel.from_pretrained(..., is_trainable=True)."
+            )
+        if lora:
+            model = _with_lora(model, lora)
     model.eval()
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -199,11 +201,28 @@ def load(
             f"{name} must have a parameter with requires_grad, got none: nothing would be trained."
         )
     size = sum(p.numel() for p in model.parameters())
-    rate = learning_rate(size, lora=adapted) if lr is None else lr
+    rate = learning_rate(size, lora=is_peft_model(model)) if lr is None else lr
     optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     policy = Pretrained(model, tokenizer, optimizer, name)
     print(policy)
     return policy
+
+
+def _load_weights(name: str, **kwargs: Any) -> Any:
+    """Load a model by its name."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except (OSError, HFValidationError) as error:  # the oldest transformers raises the second
+        if Path(name).is_dir():
+            raise
+        raise OSError(f"there is no folder {name!r}, and the Hub gave no model: {error}") from error
+
+
+def _load_adapters(folder: str, **kwargs: Any) -> Any:
+    """Load a folder of adapters, and their base model."""
+    peft = import_extra("peft", "lora")
+    base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    return peft.PeftModel.from_pretrained(_load_weights(base, **kwargs), folder, is_trainable=True)
 
 
 def _with_lora(model: nn.Module, config: Any) -> Any:
@@ -219,4 +238,6 @@ def _with_lora(model: nn.Module, config: Any) -> Any:
         settings |= {} if config is True else config
         settings = {"lora_alpha": 2 * settings["r"], "task_type": "CAUSAL_LM", **settings}
         config = LoraConfig(**settings)
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():  # PEFT asks for an attribute that transformers deprecates
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, config)
