@@ -317,7 +317,7 @@ def test_a_model_recomputes_what_it_sampled(model, tokenizer):
     mixed[LOG_PROBS][: len(rows)] -= rows[MASK].float()  # The older version need not agree.
     text = str(named(audit_rows(mixed, model=model))["recomputed"])
     assert text.startswith("passed")
-    assert "newest version: median" in text
+    assert "of version 1 median" in text
     assert "50.0% beyond" in text
     with torch.no_grad():
         for weight in model.parameters():
@@ -325,6 +325,7 @@ def test_a_model_recomputes_what_it_sampled(model, tokenizer):
     found = named(audit_rows(rows, model=model))["recomputed"]
     assert not found.ok
     assert found.count > 0
+    assert "the model should be version 1" in found.text
     with pytest.raises(ValueError, match="model must know all tokens, got 99"):
         audit_rows({**trl(rows), "prompt_ids": torch.full((len(rows), 1), NEW)}, model=model)
     rows["sampling", "temperature"][0] = torch.nan

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import torchrl_mt as mt
 from tests.pages import code_of
@@ -106,8 +107,10 @@ def test_the_folder_has_the_files_of_the_table(tmp_path, monkeypatch):
     found = {path.name for path in made.folder.iterdir()}
     assert found == {
         *("metrics.jsonl", "run.json", "before.html", "after.html", "run.html", "run.png"),
-        *("checkpoints", "csv", "episodes"),
+        *("checkpoints", "csv", "episodes", "model"),
     }
+    saved = AutoModelForCausalLM.from_pretrained(made.folder / "model")
+    assert same(weights(made), saved.state_dict())
     assert len(list((made.folder / "checkpoints").iterdir())) == 3
 
 

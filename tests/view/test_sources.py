@@ -57,13 +57,18 @@ def test_all_sources_agree(episode):
     with tempfile.TemporaryDirectory() as folder:
         EpisodeDump(f"{folder}/dump").write([episode])
         save_episodes(buffer_with(batch), f"{folder}/set.jsonl")
+        rows = MergeTurns()(batch)
+        rows.save(f"{folder}/rows")
+        torch.save(rows.to_dict(), f"{folder}/rows.pt")
         sources = [
             [episode],
             f"{folder}/dump",
             batch,
             buffer_with(batch),
             f"{folder}/set.jsonl",
-            MergeTurns()(batch),
+            rows,
+            f"{folder}/rows",
+            f"{folder}/rows.pt",
         ]
         (first, *others) = [read_source(source) for source in sources]
     parents = episode.parents()
@@ -86,7 +91,7 @@ def test_all_sources_agree(episode):
         assert told.group == episode.group
         assert math.isclose(told.reward, episode.reward, abs_tol=1e-6)
         assert told.id == episode.traj_id
-    for (told,) in [first, *others[:-1]]:
+    for (told,) in [first, *others[:-3]]:
         assert facts(told, "log_prob", "version") == expected
         assert told.stop == episode.stop_reason.value
         assert [turn.reward for turn in told.turns] == [turn.reward for turn in episode.turns]

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", metavar="ROWS", help=kinds)
     parser.add_argument("--sampled", metavar="PATH", help=f"what the sampler recorded: {kinds}")
     parser.add_argument(
-        "--model", metavar="NAME", help="a Hugging Face name or folder of the policy"
+        "--model", metavar="NAME", help="a Hugging Face name or folder of the policy that sampled"
     )
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="likewise; decodes tokens of the report"

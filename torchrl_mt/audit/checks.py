@@ -94,9 +94,12 @@ def recomputed(rows: Rows, model: nn.Module | None, tolerance: float) -> Finding
     gap = np.abs(found.double().cpu().numpy()[at] - rows.log_prob)
     text, newest = _gaps(gap[scored], tolerance), scored
     if rows.version is not None:
-        newest = scored & (rows.version == rows.version[scored].max())
+        version = rows.version[scored].max()
+        newest = scored & (rows.version == version)
         if newest.sum() < scored.sum():
-            text = f"newest version: {_gaps(gap[newest], tolerance)}; all versions: {text}"
+            text = f"of version {version:g} {_gaps(gap[newest], tolerance)}; of all versions {text}"
+        if not (gap[newest] <= tolerance).all():
+            text += f"; the model should be version {version:g}"
     return finding(check, rows, newest & ~(gap <= tolerance), text)
 
 

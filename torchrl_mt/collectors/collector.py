@@ -490,7 +490,7 @@ class MultiTurnCollector(StaysInProcess, BaseCollector):
             last = player.last_failure
             raise RuntimeError(
                 "no episode of the evaluation finished"
-                + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}.")
+                + ("." if last is None else f"; the last failed for {type(last).__name__}: {last}")
             ) from last
         self._eval_counts.accept(episodes, version=self.policy_version)
         if self._dump is not None:

@@ -55,7 +55,7 @@ class MultiTurnTrainer(Trainer):
     r"""Train a chat model on whole episodes: play, learn, send the new weights, log, save.
 
     :meth:`train` evaluates the model before and after. The folder gets the log of the run, pages with
-    episodes of evaluations and of training, curves, and checkpoints.
+    episodes of evaluations and of training, curves, checkpoints, and at the end the trained model.
 
     Args:
         model: A name on the Hugging Face Hub, a folder, a loaded model, or what
@@ -109,7 +109,7 @@ class MultiTurnTrainer(Trainer):
         ...     policy, reward, items, folder=tempfile.mkdtemp(), eval_data=items, updates=2,
         ...     episodes_per_batch=4, limits={"max_response_tokens": 4})
         >>> sorted(trainer.train())  # doctest: +ELLIPSIS
-        reward ... -> ...
+        evaluation ... -> ...
         ['after', 'before']
     """
 
@@ -310,6 +310,8 @@ class MultiTurnTrainer(Trainer):
     def _finish_run(self) -> None:
         if self.save_every and self.done["updates"] % self.save_every:
             self.run_checkpoint.save(self.done["updates"], **self.parts)
+        self.policy.model.save_pretrained(self.folder / "model")  # adapters, or all weights
+        self.policy.tokenizer.save_pretrained(self.folder / "model")
         self._evaluate("after")
         found, (_, rewards) = self.results, read_run(self.folder).series("reward")
         if len(rewards):
@@ -335,6 +337,7 @@ class MultiTurnTrainer(Trainer):
     def _evaluate(self, when: str) -> None:
         """Take what :meth:`train` returns of this moment, and write a page of the episodes."""
         if self.eval_data is not None:
+            print(f"evaluation {when} training: {len(self.eval_data)} episodes")
             self.results[when], played = self._play()
             write_report(played, self.folder / f"{when}.html", tokenizer=self.policy.tokenizer)
         with contextlib.suppress(ValueError):  # a tokenizer of a few words has no plain text

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 __all__ = ["main"]
 
@@ -19,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "source",
         nargs="+",
-        help="a dump_dir, a file of it, or a data set; episodes of several are joined by id. With "
-        "--live, the folder of a RunLog",
+        help="a dump_dir, a file of it, a data set, or rows in a .pt file; episodes of several are "
+        "joined by id. With --live, the folder of a RunLog",
     )
     parser.add_argument(
         "-o", "--output", default="report.html", metavar="FILE", help="the file (%(default)s)"
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
     try:
         path = write_report(given.source, given.output, tokenizer=tokenizer)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError, UnpicklingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(path)

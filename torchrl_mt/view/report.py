@@ -47,11 +47,11 @@ def write_report(source: Any, path: str | os.PathLike[str], *, tokenizer: Any = 
     as markup.
 
     Args:
-        source: a folder or file of ``dump_dir``, the path of a data set, an
-            :class:`~torchrl_mt.datasets.EpisodeDataset`, a replay buffer or its storage, a batch of
-            whole episodes ``[ΣT]``, rows or experience ``[N]``, or a list of these. Episodes of several
-            sources are joined by id: ``[batch, experience]`` shows what was sampled and what training
-            computed on the same tokens.
+        source: a folder or file of ``dump_dir``, the path of a data set, of rows that ``save`` wrote or
+            of a ``.pt`` file with a dict of rows, an :class:`~torchrl_mt.datasets.EpisodeDataset`, a
+            replay buffer or its storage, a batch of whole episodes ``[ΣT]``, rows or experience ``[N]``,
+            or a list of these. Episodes of several sources are joined by id: ``[batch, experience]``
+            shows what was sampled and what training computed on the same tokens.
         path: the file; replaced at once if it exists.
         tokenizer: decodes tokens. Dumps have their text; of other sources, tokens are shown as numbers
             without it.

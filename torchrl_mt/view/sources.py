@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.chat.encoding import decode, decode_each
@@ -58,10 +58,10 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
     """Read all episodes of a source.
 
     Args:
-        source: a folder or file of ``dump_dir``, the path of a data set, an
-            :class:`~torchrl_mt.datasets.EpisodeDataset`, a replay buffer or its storage, a batch of
-            whole episodes ``[ΣT]``, rows or experience ``[N]``, or finished
-            :class:`~torchrl_mt.collectors.Episode` objects.
+        source: a folder or file of ``dump_dir``, the path of a data set, of rows that ``save`` wrote or
+            of a ``.pt`` file with a dict of rows, an :class:`~torchrl_mt.datasets.EpisodeDataset`, a
+            replay buffer or its storage, a batch of whole episodes ``[ΣT]``, rows or experience ``[N]``,
+            or finished :class:`~torchrl_mt.collectors.Episode` objects.
         tokenizer: decodes tokens whose text the source lacks; without it they are shown as numbers.
 
     Raises:
@@ -75,7 +75,7 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
         records = dump_records(path, ("eval", "rejected"))
         if records is not None:
             return [*_from_records(records, path if path.is_dir() else path.parent)]
-        source = EpisodeDataset(path)
+        source = _opened(path)
     if isinstance(source, ReplayBuffer):
         source = source._storage
     if isinstance(source, (EpisodeDataset, EpisodeStorage)):
@@ -99,6 +99,16 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
         "source must be a path, an EpisodeDataset, a replay buffer, a storage, a TensorDict or Episode "
         f"objects, got {type(source).__name__}."
     )
+
+
+def _opened(path: Path) -> Any:
+    """Rows that were saved, or a data set."""
+    if path.suffix == ".pt":
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        return TensorDict.from_dict(tensors, auto_batch_size=True, batch_dims=1)
+    if (path / "meta.json").is_file():
+        return TensorDict.load_memmap(path, allow_pickle=False)
+    return EpisodeDataset(path)
 
 
 # Dumps
