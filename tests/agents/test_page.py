@@ -20,7 +20,7 @@ from torchrl_mt.agents import (  # noqa: E402
     export_interactions,
     requests,
 )
-from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
+from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
 
 from .helpers import counting_engine, user  # noqa: E402
 from .test_collecting import TalksInAThread  # noqa: E402
@@ -49,14 +49,9 @@ def saying(word):
 
 def names(engine, item):
     """What the page's code takes for granted."""
-    return {
-        "AgentOptions": AgentOptions,
-        "CollectorOptions": CollectorOptions,
-        "MultiTurnCollector": few,
-        "openai": openai,
-        "engine": engine,
-        "data": [item],
-    }
+    found = {}
+    exec(code("======").split("\n\n")[0], found)
+    return found | {"MultiTurnCollector": few, "engine": engine, "data": [item]}
 
 
 def played(run):
