@@ -212,9 +212,10 @@ def test_outcomes_at_the_root_go_under_next(tmp_path):
     }
     flat = {"observation": [0, 1], "next": {"observation": [1, 2]}, **outcomes}
     nested = {"observation": [0, 1], "next": {"observation": [1, 2], **outcomes}}
-    save_episodes([flat, nested], tmp_path / "a.jsonl")
-    first, second = EpisodeDataset(tmp_path / "a.jsonl").episodes()
+    save_episodes([flat, nested, TensorDict(flat, [2])], tmp_path / "a.jsonl")
+    first, second, third = EpisodeDataset(tmp_path / "a.jsonl").episodes()
     assert_same(first, second)
+    assert_same(first, third)
 
 
 @pytest.mark.parametrize("name", ["reward", "done", "terminated", "truncated"])

@@ -31,6 +31,7 @@ from torchrl_mt.data._store.dataset_episodes import (
     append_dataset,
     check_episode,
     check_metadata,
+    check_one_episode,
     read_each,
 )
 from torchrl_mt.data._store.files.store_files import StoreFiles
@@ -445,13 +446,14 @@ class EpisodeStorage(LazyStackStorage):
             int64 ``[T]``: the handles of its steps.
 
         Raises:
-            ValueError: if it is empty, has another batch size, exceeds a budget or does not fit the
-                schema.
+            ValueError: if it is empty, has another batch size, goes on after an end, exceeds a budget or
+                does not fit the schema.
             TypeError: if it is no TensorDict, or its metadata is no dict.
         """
         check_metadata(metadata)
         check_episode(episode)
         steps = unpack(episode)
+        check_one_episode(steps)
         given = (metadata,) if metadata else ()
         return self.append_all(steps, torch.tensor([steps.length], device="cpu"), given)
 

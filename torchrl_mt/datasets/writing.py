@@ -15,12 +15,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from tensordict.utils import NestedKey
-from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from torchrl_mt.checks import check_choice
 from torchrl_mt.data import EpisodeStorage
-from torchrl_mt.data._store.dataset_episodes import check_metadata
+from torchrl_mt.data._store.dataset_episodes import check_metadata, check_one_episode
 from torchrl_mt.data._store.steps import Steps, pack, select
 from torchrl_mt.datasets._encoding.episode_steps import steps_of
 from torchrl_mt.datasets._encoding.growing_prompts import whole_schema
@@ -132,7 +131,7 @@ class DatasetWriter(EpisodeSink):
         """
         metadata = _checked_metadata(metadata)
         steps = steps_of(episode, self._schema.fields if self._schema else {})
-        _check_one_episode(steps)
+        check_one_episode(steps)
         with self._one_at_a_time:
             if self._closed:
                 raise ValueError(
@@ -194,7 +193,7 @@ class BufferWriter(EpisodeSink):
         steps = steps_of(episode, schema.entries if schema else {})
         if self._filter is not None and not callable(self._filter):
             steps = Steps(steps.length, select(steps.columns, self._filter, "key_filter"))
-        _check_one_episode(steps)
+        check_one_episode(steps)
         self.storage.append(pack(steps, unread=True), metadata=metadata)
 
 
@@ -315,22 +314,6 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
         return dict(from_json_text(to_json_text(metadata or {})))  # A copy, as a file gives it.
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata: {error}") from error
-
-
-def _check_one_episode(steps: Steps) -> None:
-    """Refuse steps that go on after an end: those of several episodes."""
-    for name in ("done", "terminated", "truncated"):
-        flag = steps.columns.get(("next", name))
-        if not isinstance(flag, Tensor) or flag.numel() != steps.length:
-            continue  # One flag per agent may be true earlier.
-        ends = flag.reshape(-1).bool()[:-1].nonzero()
-        if len(ends):
-            raise ValueError(
-                f"episode must be one episode, but ('next', {name!r}) is true at step "
-                f"{int(ends[0])} of {steps.length}. To split steps of several episodes: "
-                f"buffer.extend(steps) on a ReplayBuffer(storage=EpisodeStorage(n), "
-                f"writer=EpisodeWriter()), then save_episodes(buffer, path)."
-            )
 
 
 def _end_unclosed(

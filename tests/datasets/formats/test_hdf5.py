@@ -107,16 +107,18 @@ def test_files_without_a_schema_are_read(layout, tmp_path):
         else:
             file.create_dataset("observation", data=values, **LAYOUTS[layout])
         file["next/flag"] = np.arange(total) % 5 == 0
+        file["reward"] = np.arange(total, dtype=np.float32)
         file["task"] = [f"tásk {i}" for i in range(total)]
         file["about"] = "no column"
     dataset = EpisodeDataset(path)
     assert dataset.lengths.tolist() == lengths.tolist()
-    assert dataset.keys == [("next", "flag"), "observation", "task"]
+    assert dataset.keys == [("next", "flag"), "observation", ("next", "reward"), "task"]
     end = 0
     for got, length in zip(dataset.episodes(), lengths.tolist(), strict=True):
         begin, end = end, end + length
         np.testing.assert_array_equal(got["observation"], values[begin:end])
         assert got["next", "flag"].tolist() == [i % 5 == 0 for i in range(begin, end)]
+        assert got["next", "reward"].tolist() == [*range(begin, end)]
         assert got["task"] == [f"tásk {i}" for i in range(begin, end)]
     clips = ClipDataset(EpisodeDataset(path, ["observation"]), 2)
     begins = [i for i in range(total - 1) if i + 1 not in lengths.cumsum()]

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from tensordict.utils import NestedKey
+from torch import Tensor
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_mt.data._store.steps import Steps, select, unpack
 
-__all__ = ["append_dataset", "check_episode", "check_metadata", "read_each", "stored_episodes"]
+__all__ = [
+    "append_dataset",
+    "check_episode",
+    "check_metadata",
+    "check_one_episode",
+    "read_each",
+    "stored_episodes",
+]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -37,6 +45,22 @@ def check_episode(episode: Any) -> None:
             f"episode must have a batch size of [T], got {list(episode.batch_size)}: append the "
             f"rows one by one, or write batches through ReplayBuffer(writer=EpisodeWriter(), ...)."
         )
+
+
+def check_one_episode(steps: Steps) -> None:
+    """Refuse steps that go on after an end, as those of several episodes do (``ValueError``)."""
+    for name in ("done", "terminated", "truncated"):
+        flag = steps.columns.get(("next", name))
+        if not isinstance(flag, Tensor) or flag.numel() != steps.length:
+            continue  # One flag per agent may be true earlier.
+        ends = flag.reshape(-1).bool()[:-1].nonzero()
+        if len(ends):
+            raise ValueError(
+                f"episode must be one episode, but ('next', {name!r}) is true at step "
+                f"{int(ends[0])} of {steps.length}. To split steps of several episodes: "
+                f"buffer.extend(steps) on a ReplayBuffer(storage=EpisodeStorage(n), "
+                f"writer=EpisodeWriter()); save_episodes(buffer, path) writes them to a file."
+            )
 
 
 def check_metadata(metadata: Any) -> None:
@@ -110,7 +134,7 @@ def _read(dataset: Any, keys: Sequence[NestedKey] | None) -> Iterator[_Episode]:
 
     Raises:
         TypeError: if it has no ``episode(i)``, or an episode is no TensorDict.
-        ValueError: if an episode has another batch size than ``[T]``.
+        ValueError: if an episode has another batch size than ``[T]``, or goes on after an end.
         KeyError: if an episode lacks one of the ``keys``.
     """
     if not callable(getattr(dataset, "episode", None)):
@@ -126,6 +150,7 @@ def _read(dataset: Any, keys: Sequence[NestedKey] | None) -> Iterator[_Episode]:
             check_episode(episode)
             check_metadata(metadata)
             steps = unpack(episode)
+            check_one_episode(steps)
             if keys is not None:
                 steps = replace(steps, columns=select(steps.columns, keys, "keys"), root_class=None)
         except (TypeError, ValueError, KeyError) as error:

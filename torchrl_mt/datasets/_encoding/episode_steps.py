@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torchrl_mt.data._store.steps import (
 )
 from torchrl_mt.datasets._encoding.values import lost_meaning
 
-__all__ = ["steps_of"]
+__all__ = ["as_ted", "steps_of"]
 
 _OUTCOMES = {("reward",), ("done",), ("terminated",), ("truncated",)}
 """What TED has under ``"next"``."""
@@ -39,7 +40,7 @@ def steps_of(episode: Any, known: Mapping[Path, Form] = _NOTHING) -> Steps:
             otherwise a tensor per step, as a list of lists of numbers always does. A list of dicts
             becomes a dict of lists if all have the same keys and hold numbers, arrays or such dicts.
             Lists of anything else (strings, messages, None) hold Python objects. Rewards and done flags
-            at the root of a dict are put under ``"next"``, unless there are some.
+            at the root are put under ``"next"``, unless there are some.
         known: forms of the entries of earlier episodes, for what does not show its own: lists of empty
             lists, and of dicts where they are Python objects.
 
@@ -61,14 +62,14 @@ def steps_of(episode: Any, known: Mapping[Path, Form] = _NOTHING) -> Steps:
             )
         steps = unpack(episode)
         steps.check_values()
-        steps = steps.on(torch.device("cpu"))
+        steps = replace(steps, columns=as_ted(steps.columns)).on(torch.device("cpu"))
     elif isinstance(episode, Mapping):
         entries: dict[Path, Any] = {}
         for path, value in _leaves((), episode, known):
             _check_new(path, entries)
             entries[path] = value
         columns = {
-            path: _column(path, value, known.get(path)) for path, value in _as_ted(entries).items()
+            path: _column(path, value, known.get(path)) for path, value in as_ted(entries).items()
         }
         lengths = {path: _length(column) for path, column in columns.items()}
         _check_lengths(lengths)
@@ -118,10 +119,10 @@ def _dict_of_lists(items: Sequence[Any]) -> dict[str, Any] | None:
     return lists or None
 
 
-def _as_ted(entries: dict[Path, Any]) -> dict[Path, Any]:
+def as_ted(entries: Mapping[Path, Any]) -> dict[Path, Any]:
     """Put rewards and done flags at the root under ``"next"``, unless it has some or is an entry."""
     if any(path[0] == "next" and path[1:2] in {*_OUTCOMES, ()} for path in entries):
-        return entries
+        return dict(entries)
     return {
         ("next", *path) if path in _OUTCOMES else path: value for path, value in entries.items()
     }

@@ -29,6 +29,7 @@ import torch
 
 from torchrl_mt.checks import import_extra
 from torchrl_mt.data._store.steps import Path
+from torchrl_mt.datasets._encoding.episode_steps import as_ted
 from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._encoding.stored_columns import (
     DenseRows,
@@ -264,13 +265,14 @@ def _layout(schema: EpisodeSchema, version: int) -> _Layout:
 class _FlatColumns(FlatReader):
     """A file of another writer, such as stable-worldmodel's: a dataset per column, and no schema.
 
-    Columns of numbers are dense, columns of text are objects. h5py keeps the file open.
+    Columns of numbers are dense, columns of text are objects; rewards and done flags are put under
+    ``"next"``. h5py keeps the file open.
     """
 
     def __init__(self, path: FilePath, file: Any) -> None:
         lengths = file[_LENGTHS][:].astype(np.int64)
         fields: dict[Path, Field] = {}
-        self._columns: dict[Path, Any] = {}
+        columns: dict[Path, Any] = {}
 
         def visit(name: str, dataset: Any) -> None:
             if name in (_LENGTHS, _OFFSETS) or not isinstance(dataset, _h5py().Dataset):
@@ -281,9 +283,10 @@ class _FlatColumns(FlatReader):
                 _logger.warning("%s: %r is no column of numbers or text, and left out.", path, name)
                 return
             fields[tuple(name.split("/"))] = field
-            self._columns[tuple(name.split("/"))] = dataset
+            columns[tuple(name.split("/"))] = dataset
 
         file.visititems(visit)
+        fields, self._columns = as_ted(fields), as_ted(columns)
         super().__init__(EpisodeSchema(fields), lengths)
         if _OFFSETS in file:
             first = own_node(file, _OFFSETS)[:].astype(np.int64)
