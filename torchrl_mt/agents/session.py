@@ -26,7 +26,7 @@ from torchrl_mt.agents.requests import (
 )
 from torchrl_mt.agents.responses import chat_completion, text_completion
 from torchrl_mt.chat.encoding import decode
-from torchrl_mt.collectors.episode import Turn
+from torchrl_mt.collectors.episode import Turn, copied
 from torchrl_mt.collectors.event_loop.background_tasks import cancel_all
 from torchrl_mt.collectors.recorder import LimitReached, Recorder
 from torchrl_mt.engines import Completion, Engine
@@ -121,7 +121,7 @@ class Session:
         self.base_url = base_url
         self.api_key = api_key
         self.http_client = http_client
-        self.data = recorder.episode.data
+        self.data = copied(recorder.episode.data)
         self.error: Exception | None = None
         """The engine's error in the last call, if it failed."""
         self._recorder = recorder

@@ -27,10 +27,24 @@ from torchrl_mt.vision import StoredImage
 from torchrl_mt.vision.images import is_image
 from torchrl_mt.vision.messages import is_image_part
 
-__all__ = ["Episode", "Turn", "episodes_to_tensordict", "parent_of"]
+__all__ = ["Episode", "Turn", "copied", "episodes_to_tensordict", "parent_of"]
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """Default sampling parameters."""
+
+
+def copied(value: Any) -> Any:
+    """Copy nested dicts and lists; what they hold is shared.
+
+    Examples:
+        >>> item = {"messages": [{"role": "user", "content": "hi"}]}
+        >>> copied(item)["messages"].append(None)
+        >>> len(item["messages"])
+        1
+    """
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return [*map(copied, value)] if type(value) is list else value
 
 
 @dataclass(slots=True)

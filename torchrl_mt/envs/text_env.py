@@ -115,8 +115,8 @@ class TextEnv(ABC):
         """Begin an episode.
 
         Args:
-            data: the data set's item for this episode. All episodes of a group share the object: do not
-                change it.
+            data: the data set's item for this episode. Its dicts and lists are copies; all else in it is
+                shared by the episodes of a group.
 
         Returns:
             The first messages of the dialogue.

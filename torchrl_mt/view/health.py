@@ -195,7 +195,8 @@ def _ratios_off(run: Run) -> Verdict | None:
             text = f"On samples of the current version, {name} is {now:.3g}."
             advice = (
                 f"It should be {best}: sampler and trainer disagree. Compare temperature, precision "
-                "and chat template, and whether the engine got the weights."
+                "and chat template, and whether the engine got the weights; top_p, top_k and min_p make "
+                "the sampler another policy."
             )
             return _level(abs(now - best), watch, bad), text, advice, steps[equal]
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def engine(tokenizer):
     ],
 )
 def test_the_next_prompt_ends_the_turn_that_a_stop_string_ended(engine, tokenizer, stop, ends):
-    heard: list[str] = []
+    heard = deque[str]()  # not copied, as a list would be
     batch, _ = first_batch(Hears, engine, [{"heard": heard}], n=30, sampling={"stop": stop})
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     answers = batch.get(("tokens", "response"), as_list=True)

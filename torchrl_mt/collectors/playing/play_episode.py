@@ -15,7 +15,7 @@ from torchrl_mt.chat.assistant_messages import name_tool_results
 from torchrl_mt.chat.tokens import Answer
 from torchrl_mt.checks import as_number, is_finite, shown
 from torchrl_mt.collectors import context
-from torchrl_mt.collectors.episode import Episode
+from torchrl_mt.collectors.episode import Episode, copied
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
 from torchrl_mt.collectors.limits import Limits, StopReason
 from torchrl_mt.collectors.playing.dialogue import Dialogue
@@ -110,7 +110,8 @@ async def _play(
     if not isinstance(player, TextEnv):
         name = type(player).__name__
         if is_workflow(player):
-            result, what = player.arun_episode(recorder, episode.data), f"{name}.arun_episode"
+            result = player.arun_episode(recorder, copied(episode.data))
+            what = f"{name}.arun_episode"
         else:
             assert play_agent is not None
             result, what = play_agent(player, recorder), f"{name}.run"
@@ -158,7 +159,7 @@ async def play_chat(
     try:
         with episode.calls.call("environment", f"{type(env).__name__}.reset"):
             opening = await within(
-                call_env(env, env.reset, episode.data),
+                call_env(env, env.reset, copied(episode.data)),
                 limits.tool_timeout,
                 LimitReached(StopReason.TOOL_TIMEOUT),
             )
@@ -274,7 +275,7 @@ async def _messages(
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise misuse(TypeError(f"{expected} {shown(value)} {source}."))
-    messages = list(value)
+    messages = copied(list(value))  # the environment may change its own later
     has_images = False
     for message in messages:
         if not isinstance(message, Mapping):

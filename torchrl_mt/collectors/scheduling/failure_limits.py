@@ -34,10 +34,10 @@ class FailurePolicy:
 
 
 class FailureStreak:
-    """Number of members that failed in a row, in spite of their retries.
+    """Number of members that failed in a row, in spite of their retries, and of groups dropped in a row.
 
     A finished member ends the streak, but only once an environment has judged an episode: until then,
-    episodes finish only because a limit cuts them.
+    episodes finish only because a limit cuts them. A complete group ends that of groups.
 
     Args:
         most: length of the streak that ends the run.
@@ -55,7 +55,7 @@ class FailureStreak:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._length = 0
+        self._length = self._groups = 0
         self._any_judged = False
 
     def add_judged(self) -> None:
@@ -87,9 +87,23 @@ class FailureStreak:
                 f"{str(error).rstrip('.')}."
             ) from error
 
+    def add_group(self, error: BaseException | None = None) -> None:
+        """Record a group that was complete, or was dropped because a member failed with this error.
+
+        Raises:
+            RuntimeError: if ``most`` groups in a row were dropped, and at least 32.
+        """
+        self._groups = 0 if error is None else self._groups + 1
+        if self._groups >= max(self._most, _LEAST_CONSECUTIVE):
+            raise RuntimeError(
+                f"{self._groups} groups in a row were dropped, each for a rejected episode, the last "
+                f"for {type(error).__name__}: {str(error).rstrip('.')}. To go on without such episodes: "
+                "incomplete_groups='keep', 'refill' or 'requeue'."
+            ) from error
+
     def reset(self) -> None:
-        """End the streak."""
-        self._length = 0
+        """End the streaks."""
+        self._length = self._groups = 0
 
 
 class Requeues:

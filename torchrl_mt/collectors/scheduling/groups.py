@@ -115,7 +115,10 @@ class GroupPlayer:
             for member in asyncio.as_completed(members):
                 finished = await member
                 if group.interrupted or not (finished or self.failures.incomplete_groups == "keep"):
+                    if self.failures.incomplete_groups == "drop" and not group.interrupted:
+                        self.streak.add_group(self.last_failure)
                     return
+            self.streak.add_group()
             group.episodes.sort(key=lambda episode: episode.rank)
             if self._refusal_of is not None and group.episodes:
                 group.refusal = await self._refusal_of(group.episodes)
