@@ -72,6 +72,25 @@ def lists(batch: TensorDictBase, *key: str) -> list[list[Any]]:
     return [values.tolist() for values in batch.get(key, as_list=True)]
 
 
+def played(batch: TensorDictBase, key: str = "k") -> list[Any]:
+    """What the items of a batch have under a key, turn for turn."""
+    return [item[key] for item in batch["data"]]
+
+
+def played_to_the_end(collector: MultiTurnCollector, seen: list[Any] | None = None) -> list[Any]:
+    """Take all batches and update the weights after each; return ``played`` of all, behind ``seen``."""
+    seen = [] if seen is None else seen
+    for batch in collector.iterator():
+        seen += played(batch)
+        collector.update_policy_weights_()
+    return seen
+
+
 def versions_in(batch: TensorDictBase) -> set[int]:
     """Of the weights that sampled a token of a batch."""
     return {version for turn in lists(batch, "versions", "response") for version in turn}
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    """The messages in the log that have the text in them."""
+    return [message for message in caplog.messages if text in message]

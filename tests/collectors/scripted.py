@@ -13,10 +13,7 @@ class ScriptedEngine:
     """Answer with ``rule(prompt_ids)``; record every call as ``(prompt_ids, completion)``."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        rule: Callable[[list[int]], list[int]],
-        stop_ids: Collection[int] = (),
+        self, tokenizer: Any, rule: Callable[[list[int]], list[int]], stop_ids: Collection[int] = ()
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = {tokenizer.eos_token_id, *stop_ids}

@@ -14,12 +14,7 @@ from tensordict import TensorDict
 
 from tests.collectors.runs import first_batch
 from tests.test_json_lines import read
-from torchrl_mt.collectors import (
-    Episode,
-    StopReason,
-    Turn,
-    episodes_to_tensordict,
-)
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
 from torchrl_mt.engines import Completion
 from torchrl_mt.json_lines import append_lines, to_line

@@ -149,10 +149,7 @@ def test_nine_in_ten_may_be_cut_without_a_word(make, caplog, short, warned):
 
 def test_episodes_that_are_cut_later_are_not_said(make, caplog):
     collector = make(
-        *(Chat, [2, 9] * 10, [{"turns": 3}]),
-        episodes_per_batch=10,
-        max_concurrency=1,
-        limits=CUT,
+        *(Chat, [2, 9] * 10, [{"turns": 3}]), episodes_per_batch=10, max_concurrency=1, limits=CUT
     )
     next(iter(collector))
     assert collector.stats()["stop/max_response_tokens"] == 10

@@ -20,11 +20,7 @@ from tests.collectors.chats import Chat
 from tests.collectors.runs import beside, collecting
 from tests.pages import code_of
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import (
-    CollectionEndedError,
-    MultiTurnCollector,
-    SampleRatio,
-)
+from torchrl_mt.collectors import CollectionEndedError, MultiTurnCollector, SampleRatio
 from torchrl_mt.collectors.scheduling import sample_ratio
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, EpisodeWriter
 from torchrl_mt.datasets import RunCheckpoint

@@ -250,8 +250,5 @@ def test_weights_that_are_given_are_received(tokenizer, language_model):
     ],
 )
 def test_schemes_that_bring_no_weights_here_are_refused(engine, schemes, words):
-    with (
-        collecting(Chat, engine) as collector,
-        pytest.raises((TypeError, ValueError), match=words),
-    ):
+    with collecting(Chat, engine) as collector, pytest.raises((TypeError, ValueError), match=words):
         collector.register_scheme_receiver(schemes)

@@ -327,10 +327,7 @@ class Unreadable:
             threading.Lock(),
             r"pickling the item \{'k': 1, 'thing': <unlocked _thread\.lock.* raised ",
         ),
-        (
-            Unreadable(),
-            r"the item was sent to another process, but unpickling it there raised Val",
-        ),
+        (Unreadable(), r"the item was sent to another process, but unpickling it there raised Val"),
     ],
 )
 def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said):

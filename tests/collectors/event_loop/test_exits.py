@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from tests.collectors.runs import collecting, failed_run, first_batch, run_of
+from tests.collectors.runs import collecting, failed_run, first_batch
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits
+from torchrl_mt.collectors import Limits
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -199,24 +199,6 @@ def test_data_that_leaves_is_heard_of(engine, staleness):
 
     with pytest.raises(SystemExit):
         first_batch(Inline, engine, data(), n=2, max_staleness=staleness)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_accept_that_leaves_rejects_its_episode(engine, is_async):
-    def accept(episode):
-        if episode["data"][0]["k"] % 3 == 1:
-            sys.exit(3)
-        return True
-
-    async def accept_later(episode):
-        return accept(episode)
-
-    options = {
-        "options": CollectorOptions(cycle=False),
-        "accept": accept_later if is_async else accept,
-    }
-    batches, stats = run_of(Inline, engine, items(None, None), n=3, **options)
-    assert (sum(map(len, batches)), stats["rejected/SystemExit"]) == (6, 3)
 
 
 def test_a_loop_goes_on_whatever_its_tasks_raise():

@@ -95,11 +95,7 @@ def test_an_episode_of_tools(family):
     batch, prompts, stats = play(
         family,
         env,
-        [
-            says(family, "", *several),
-            says(family, "", call("find", q="x")),
-            says(family, "7"),
-        ],
+        [says(family, "", *several), says(family, "", call("find", q="x")), says(family, "7")],
     )
     assert rewards(batch) == [0.0, 0.0, 1.0]
     assert stats["accepted"] == stats["started"] == 1

@@ -194,10 +194,7 @@ def test_episodes_go_on_while_the_policy_is_trained(engine):
 
 def buffer():
     return ReplayBuffer(
-        storage=EpisodeStorage(1000),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(),
-        batch_size=4,
+        storage=EpisodeStorage(1000), writer=EpisodeWriter(), sampler=EpisodeSampler(), batch_size=4
     )
 
 
