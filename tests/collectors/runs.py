@@ -18,13 +18,19 @@ _RARE = [field.name for field in fields(CollectorOptions)]
 
 
 def collecting(
-    env: Any, engine: Any, data: Any = None, *, n: int = 1, **options: Any
+    env: Any,
+    engine: Any,
+    data: Any = None,
+    *,
+    n: int = 1,
+    make: type[MultiTurnCollector] = MultiTurnCollector,
+    **options: Any,
 ) -> MultiTurnCollector:
     """A collector of ``n`` episodes a batch; its options and those of ``CollectorOptions`` are alike."""
     rare = {name: options.pop(name) for name in _RARE if name in options}
     if rare:
         options["options"] = CollectorOptions(**rare)
-    return MultiTurnCollector(env, engine, data, episodes_per_batch=n, **options)
+    return make(env, engine, data, episodes_per_batch=n, **options)
 
 
 def run_of(*args: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
