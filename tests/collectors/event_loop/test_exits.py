@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.collectors.runs import collecting, failed_run, first_batch
+from tests.collectors.runs import collecting, failed_run, first_batch, played_to_the_end
 from tests.tiers import first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits
@@ -137,29 +137,21 @@ CHATS = [Plain, Inline, Async, Gathers]
 WORKFLOWS = [Workflow, GatheringWorkflow, TaskGroupWorkflow]
 CASES = [(env, where) for env in CHATS for where in ("reset", "step", "close")]
 CASES += [(env, where) for env in WORKFLOWS for where in ("reset", "step")]
+ERRORS = [("SystemExit", None), ("KeyboardInterrupt", 1)]
+"""And ``max_staleness``: the one and the other way to play, in turn."""
 
 
 def items(where, error):
     return [{"k": k, "where": where if k % 3 == 1 else None, "error": error} for k in range(9)]
 
 
-@pytest.mark.parametrize(("error", "staleness"), [("SystemExit", None), ("KeyboardInterrupt", 1)])
 @pytest.mark.parametrize(("env", "where"), CASES)
 @pytest.mark.parametrize("limits", first_fast(LIMITS))
-def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, staleness, caplog):
-    played = []
-    with collecting(
-        env,
-        engine,
-        items(where, error),
-        n=3,
-        cycle=False,
-        limits=LIMITS[limits],
-        max_staleness=staleness,
-    ) as collector:
-        for batch in collector:
-            played += [item["k"] for item in batch["data"]]
-            engine.update_weights(None)
+def test_who_leaves_fails_its_own_episode(engine, limits, env, where, caplog):
+    error, staleness = ERRORS[(CASES.index((env, where)) + list(LIMITS).index(limits)) % 2]
+    options = {"cycle": False, "limits": LIMITS[limits], "max_staleness": staleness}
+    with collecting(env, engine, items(where, error), n=3, **options) as collector:
+        played = played_to_the_end(collector)
         stats = collector.stats()
     lost = 0 if where == "close" else 3
     assert sorted(played) == [k for k in range(9) if not lost or k % 3 != 1]
@@ -173,11 +165,10 @@ def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, sta
 @pytest.mark.parametrize("limits", ["none", "all"])
 @pytest.mark.parametrize("env", first_fast([Gathers, Plain, GatheringWorkflow]))
 def test_an_evaluation_and_a_group_go_on_without_it(engine, env, limits, error):
-    with collecting(
-        env, engine, items("step", error), n=4, group_size=2, max_retries=1, limits=LIMITS[limits]
-    ) as collector:
+    data, options = items("step", error), {"max_retries": 1, "limits": LIMITS[limits]}
+    with collecting(env, engine, data, n=4, group_size=2, **options) as collector:
         batch = next(iter(collector))
-        evaluated = collector.evaluate(items("step", error), n=2)
+        evaluated = collector.evaluate(data, n=2)
         stats = collector.stats()
     assert (len(batch), len(evaluated)) == (4, 12)
     assert stats["eval/rejected"] == stats[f"eval/rejected/{error}"] == 12  # each tried twice
