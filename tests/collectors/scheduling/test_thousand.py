@@ -12,7 +12,7 @@ import pytest
 from tests.collectors.runs import balanced, collecting
 from tests.collectors.scripted import TellingEngine
 from tests.idle_clock import LIMIT, hang
-from tests.tiers import first_fast
+from tests.tiers import slow
 from torchrl_mt.collectors import Limits
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
@@ -63,8 +63,9 @@ class Hard(TextEnv):
         return TextStep([{"role": "user", "content": "1"}], 1.0, done=not self.left)
 
 
-@pytest.mark.parametrize("on_timeout", ["reject", "mask"])
-@pytest.mark.parametrize("num_items", first_fast([160, 800]))
+@pytest.mark.parametrize(
+    ("num_items", "on_timeout"), [(160, "reject"), (160, "mask"), slow(800, "mask")]
+)
 def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_timeout):
     engine, data = Engine(tokenizer, random.Random(0)), [{"id": k} for k in range(num_items)]
     options = {"n": num_items // 2, "group_size": GROUP, "incomplete_groups": "requeue"}
