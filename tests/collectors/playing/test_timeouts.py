@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from tests.buffers import buffer_of
+from tests.collectors.items.test_curriculum import Recording
 from tests.collectors.runs import first_batch, run_of
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
@@ -156,17 +157,9 @@ def test_all_of_a_batch_may_be_masked(engine, idle_clock):
 
 
 def test_a_curriculum_is_not_told_of_time_that_ran_out(engine, idle_clock):
-    told = []
-
-    class Told:
-        def next(self):
-            return {}
-
-        def report(self, item, episodes):
-            told.append(len(episodes))
-
-    first_batch(Slow, engine, Told(), n=GROUP, limits=MASK, **OF_GROUPS)
-    assert set(told) == {2}
+    curriculum = Recording()
+    first_batch(Slow, engine, curriculum, n=GROUP, limits=MASK, **OF_GROUPS)
+    assert {episodes for _, episodes in curriculum.reports} == {2}
 
 
 def test_rows_say_what_turns_say():
