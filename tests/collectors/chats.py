@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tests.idle_clock import hang
 from torchrl_mt.envs import TextEnv, TextStep
@@ -39,3 +40,18 @@ class Chat(TextEnv):
         await asyncio.sleep(self.data.get("sleep", 0))
         done = self.turn >= self.data.get("turns", 1)
         return TextStep([{"role": "user", "content": "2"}], reward=1.0, done=done)
+
+
+def failing(fails: Callable[[int, dict], object], error: str = "gone") -> type[Chat]:
+    """Chats that raise ``OSError(error)`` in a step if ``fails(its number among all, its item)``."""
+
+    class Fails(Chat):
+        steps = 0
+
+        async def step(self, response):
+            Fails.steps += 1
+            if fails(Fails.steps, self.data):
+                raise OSError(error)
+            return await super().step(response)
+
+    return Fails

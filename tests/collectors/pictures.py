@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from tests.collectors.runs import run_of
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import TextEnv, TextStep
 
 
@@ -62,12 +62,10 @@ class Screens(TextEnv):
         return TextStep(new, reward=1.0, done=done)
 
 
-def collect(env, engine, processor, data=({"first": 1},), **options):
-    settings = {"episodes_per_batch": 1, "total_episodes": 1, "max_consecutive_failures": 1}
-    with MultiTurnCollector(
-        env, engine, list(data), processor=processor, **{**settings, **options}
-    ) as collector:
-        return list(collector)
+def collect(env, engine, processor, data=({"first": 1},), *, n=1, **options):
+    """All batches of a run of one batch, which ends at its first failure."""
+    options = {"total_episodes": n, "max_consecutive_failures": 1, **options}
+    return run_of(env, engine, list(data), n=n, processor=processor, **options)[0]
 
 
 def new_images(batch):

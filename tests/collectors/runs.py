@@ -18,13 +18,19 @@ _RARE = [field.name for field in fields(CollectorOptions)]
 
 
 def collecting(
-    env: Any, engine: Any, data: Any = None, *, n: int = 1, **options: Any
+    env: Any,
+    engine: Any,
+    data: Any = None,
+    *,
+    n: int = 1,
+    make: type[MultiTurnCollector] = MultiTurnCollector,
+    **options: Any,
 ) -> MultiTurnCollector:
     """A collector of ``n`` episodes a batch; its options and those of ``CollectorOptions`` are alike."""
     rare = {name: options.pop(name) for name in _RARE if name in options}
     if rare:
         options["options"] = CollectorOptions(**rare)
-    return MultiTurnCollector(env, engine, data, episodes_per_batch=n, **options)
+    return make(env, engine, data, episodes_per_batch=n, **options)
 
 
 def run_of(*args: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -72,6 +78,25 @@ def lists(batch: TensorDictBase, *key: str) -> list[list[Any]]:
     return [values.tolist() for values in batch.get(key, as_list=True)]
 
 
+def played(batch: TensorDictBase, key: str = "k") -> list[Any]:
+    """What the items of a batch have under a key, turn for turn."""
+    return [item[key] for item in batch["data"]]
+
+
+def played_to_the_end(collector: MultiTurnCollector, seen: list[Any] | None = None) -> list[Any]:
+    """Take all batches and update the weights after each; return ``played`` of all, behind ``seen``."""
+    seen = [] if seen is None else seen
+    for batch in collector.iterator():
+        seen += played(batch)
+        collector.update_policy_weights_()
+    return seen
+
+
 def versions_in(batch: TensorDictBase) -> set[int]:
     """Of the weights that sampled a token of a batch."""
     return {version for turn in lists(batch, "versions", "response") for version in turn}
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    """The messages in the log that have the text in them."""
+    return [message for message in caplog.messages if text in message]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,10 +14,7 @@ class ScriptedEngine:
     """Answer with ``rule(prompt_ids)``; record every call as ``(prompt_ids, completion)``."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        rule: Callable[[list[int]], list[int]],
-        stop_ids: Collection[int] = (),
+        self, tokenizer: Any, rule: Callable[[list[int]], list[int]], stop_ids: Collection[int] = ()
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = {tokenizer.eos_token_id, *stop_ids}
@@ -52,3 +50,34 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+class TellingEngine:
+    """Each sampled token has a log-probability of its own, by which it is known wherever it turns up."""
+
+    tokenizer: Any = None
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.version = self.count = 0
+        self.calls: dict[float, tuple[list[int], Completion]] = {}
+        """Prompts and answers, by the log-probability of an answer's first token."""
+
+    def answer(
+        self, prompt: list[int], token_ids: list[int], versions: list[int] | None = None
+    ) -> Completion:
+        """An answer, by default of the version of now."""
+        log_probs = [-float(self.count + i + 1) for i in range(len(token_ids))]
+        self.count += len(token_ids)
+        versions = [self.version] * len(token_ids) if versions is None else versions
+        answer = Completion(token_ids, log_probs, versions, "stop")
+        if token_ids:
+            self.calls[log_probs[0]] = prompt, answer
+        return answer
+
+    def update_weights(self, source: Any) -> int:
+        self.version += 1
+        return self.version
+
+    def close(self) -> None:
+        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 
 import pytest
@@ -14,20 +13,13 @@ from tensordict import TensorDict
 
 from tests.collectors.runs import first_batch
 from tests.test_json_lines import read
-from torchrl_mt.collectors import (
-    Episode,
-    StopReason,
-    Turn,
-    episodes_to_tensordict,
-)
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.dump import EpisodeDump, episode_records
 from torchrl_mt.engines import Completion
 from torchrl_mt.json_lines import append_lines, to_line
 from torchrl_mt.transforms import MergeTurns
 
 from .scripted import ScriptedEngine
-
-FORK = multiprocessing.get_context("fork")
 
 
 def answer(tokens: list[int], version: int = 0) -> Completion:
@@ -69,6 +61,7 @@ def test_records_are_the_training_rows(episode):
     rows = MergeTurns()(episodes_to_tensordict([episode]))
     records = episode_records(episode)
     assert len(records) == len(rows)
+    assert episode.rows().length == rows["masks", "all_attention_mask"].sum(-1).tolist()
     for fork, (record, row) in enumerate(zip(records, rows.unbind(0), strict=True)):
         kept = row["masks", "all_attention_mask"]
         tokens = row["tokens", "full"][kept].tolist()
@@ -91,9 +84,8 @@ def test_records_are_the_training_rows(episode):
             assert span["reward"] == turn.reward
             marked[span["start"] : span["stop"]] = [True] * (span["stop"] - span["start"])
         assert marked == sampled
-        assert [m["content"] for m in record["messages"]] == [
-            str(s["turn"]) for s in record["turns"]
-        ]
+        told = [message["content"] for message in record["messages"]]
+        assert told == [str(span["turn"]) for span in record["turns"]]
         assert record["rewards"] == [turn.reward for turn in episode.turns]
         assert record["reward"] == sum(record["rewards"])
         assert record["sample_idx"] == 2
@@ -116,9 +108,8 @@ def test_text_is_the_very_tokens(tokenizer, tmp_path):
     (line,) = read(tmp_path / "5.jsonl")
     assert line["prompt"] == "guess 1 to 16"
     assert line["completion"] == " 1 <end> to 16"
-    assert line["prompt"] + line["completion"] == tokenizer.decode(
-        [*words, words[1], end, *words[2:]]
-    )
+    whole = tokenizer.decode([*words, words[1], end, *words[2:]])
+    assert line["prompt"] + line["completion"] == whole
     assert (line["seqlen"], line["prompt_len"]) == (8, 4)
     assert (line["head_version"], line["tail_version"], line["reward"]) == (3, 5, 1.0)
     assert line["messages"] == [say("guess 1 to 16"), say("to")]
@@ -131,9 +122,8 @@ def test_characters_that_are_cut_between_prompt_and_completion_are_decoded_apart
             return bytes(ids).decode(errors="replace")
 
     tokens = list("aé".encode())
-    (record,) = episode_records(
-        Episode(None, turns=[Turn(tokens[:2], answer(tokens[2:]), [])]), Bytes()
-    )
+    turn = Turn(tokens[:2], answer(tokens[2:]), [])
+    (record,) = episode_records(Episode(None, turns=[turn]), Bytes())
     assert (record["prompt"], record["completion"]) == ("a\ufffd", "\ufffd")
 
 
@@ -149,13 +139,11 @@ def test_episodes_are_filed_by_version_and_ranked_in_their_groups(tmp_path):
     dump.write([played_by(2, 5)], is_eval=True)
     dump.write([Episode(None, 7, 0, [Turn([1], answer([]), [])], StopReason.DONE)])
     dump.write([Episode({"task_id": torch.tensor(3)}, 8)])
-    lines = {
-        path.relative_to(dump.dump_dir).as_posix(): [
-            (r["group"], r["sample_idx"]) for r in read(path)
-        ]
-        for path in dump.dump_dir.rglob("*.jsonl")
+    files = {
+        path.relative_to(dump.dump_dir).as_posix(): path for path in dump.dump_dir.rglob("*.jsonl")
     }
-    assert lines == {
+    found = {name: [(r["group"], r["sample_idx"]) for r in read(files[name])] for name in files}
+    assert found == {
         "1.jsonl": [(0, 0)],
         "2.jsonl": [(1, 0), (0, 1), (1, 2)],
         "eval/2.jsonl": [(5, 0)],
@@ -247,13 +235,6 @@ def test_rejected_episodes_are_dumped_with_their_cause(tokenizer, tmp_path):
     assert len(rejected) >= stats["rejected/OSError"] >= 1
     assert all("rejected" not in line for line in read(tmp_path / "0.jsonl"))
     assert rejected[0]["turns"][0]["pieces"] == [" guess", " <end>"]
-
-
-def test_a_short_write_is_finished(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
-    append_lines(tmp_path / "0.jsonl", [to_line("long enough"), to_line("again")])
-    assert read(tmp_path / "0.jsonl") == ["long enough", "again"]
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):

@@ -5,25 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given
 
-from torchrl_mt.collectors import Episode, Turn, episodes_to_tensordict
+from torchrl_mt.collectors import Episode, Turn
 from torchrl_mt.collectors.prompt import Prompt
 from torchrl_mt.engines import Completion
-from torchrl_mt.transforms import MergeTurns
-
-from .test_dump import played
 
 
 def said(tokens, versions=None) -> Completion:
     return Completion(tokens, [-0.5] * len(tokens), versions or [0] * len(tokens), "stop")
-
-
-@given(played())
-def test_forks_are_rows_beyond_the_first(episode):
-    rows = MergeTurns()(episodes_to_tensordict([episode]))
-    assert episode.num_forks == len(rows) - 1
-    assert episode.rows().length == rows["masks", "all_attention_mask"].sum(-1).tolist()
 
 
 def test_an_episode_without_turns_has_no_forks():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.collectors.pictures import (
     Screens,
     SeeingEngine,
@@ -26,11 +27,11 @@ from tests.collectors.pictures import (
 )
 from tests.collectors.runs import lists
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits
+from torchrl_mt.collectors import ChatOptions, Limits
 from torchrl_mt.collectors.episode import Episode, Turn, episodes_to_tensordict
 from torchrl_mt.collectors.limits import StopReason
 from torchrl_mt.collectors.recorder import Recorder
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep, Tool, ToolEnv
 from torchrl_mt.envs.tools import ToolError, call_tool
@@ -140,27 +141,18 @@ def test_a_history_forks_and_has_its_own_images(processor):
 
 def test_long_prompts_lose_whole_images(processor):
     """16 x 16 pixels are 4 tokens; every prompt has all placeholders of the images it has."""
-    engine = SeeingEngine(processor)
-    longest = 40
-    (batch,) = collect(
-        Screens(9),
-        engine,
-        processor,
-        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
-    )
-    image_id = processor.image_token_id
+    engine, longest = SeeingEngine(processor), 40
+    (batch,) = collect(Screens(9), engine, processor, chat=ChatOptions(max_prompt_tokens=longest))
     lengths = [len(prompt) for prompt, _ in engine.calls]
     assert max(lengths) <= longest
     assert len(lengths) == 9
     assert len(engine.images[-1]) < 9
-    first = engine.images[0][0]
     for (prompt, _), images in zip(engine.calls, engine.images, strict=True):
-        assert prompt.count(image_id) == 4 * len(images)
-        assert images[0] is first
+        assert prompt.count(processor.image_token_id) == 4 * len(images)
+        assert images[0] is engine.images[0][0]
     assert batch["turn", "parent"].tolist() != list(range(-1, 8)), "it goes on in other rows"
-    options = CollectorOptions(chat=ChatOptions(max_prompt_tokens=5))
-    refusal = refusal_of(Screens(9), SeeingEngine(processor), processor, options=options)
-    assert "max_prompt_tokens=5" in refusal
+    chat = ChatOptions(max_prompt_tokens=5)
+    assert "max_prompt_tokens=5" in refusal_of(Screens(9), engine, processor, chat=chat)
 
 
 def test_limits_count_expanded_tokens(processor):
@@ -194,7 +186,7 @@ def test_other_processors_tokenizers_and_parts_are_refused_by_name(processor):
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
         collect(Screens(), engine, other)
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
-        collect(Screens(), engine, processor, options=CollectorOptions(tokenizer=other.tokenizer))
+        collect(Screens(), engine, processor, tokenizer=other.tokenizer)
 
     class Videos(Screens):
         def reset(self, data=None):
@@ -245,19 +237,12 @@ def test_sequences_of_areal_keep_the_images_of_recorded_calls(processor):
             first = await engine.generate(prompt, images=[picture(1)])
             longer = [*prompt, *first.token_ids, 6]
             second = await engine.generate(longer, images=[picture(1)])
-            ids = [*longer, *second.token_ids]
-            ids[-3] += self.changed
-            sampled = torch.zeros(1, len(ids))
+            ids = torch.tensor([[*longer, *second.token_ids]])
+            ids[0, -3] += self.changed
+            sampled = torch.zeros_like(ids)
             sampled[0, len(prompt) : len(prompt) + 2] = sampled[0, -2:] = 1
-            ids = torch.tensor([ids])
-            mask = torch.ones_like(ids)
-            reward = torch.ones(1)
-            return {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "loss_mask": sampled,
-                "rewards": reward,
-            }
+            masks = {"attention_mask": torch.ones_like(ids), "loss_mask": sampled.float()}
+            return {"input_ids": ids, **masks, "rewards": torch.ones(1)}
 
     (batch,) = collect(Workflow(0), SeeingEngine(processor), processor)
     assert new_images(batch) == [(StoredImage.of(picture(1)),), ()]
@@ -276,7 +261,7 @@ def test_a_buffer_of_collectors_with_and_without_a_processor_names_the_cause(pro
     seeing = SeeingEngine(processor)
     with_entry, without = (collect(Text(), seeing, each)[0] for each in (processor, None))
     for first, second in ((with_entry, without), (without, with_entry)):
-        buffer = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter())
+        buffer = buffer_of(9)
         buffer.extend(first)
         with pytest.raises(ValueError, match=r"'images', 'new'.*collectors with processor="):
             buffer.extend(second)
@@ -315,39 +300,19 @@ def test_calls_that_overtake_each_other_keep_their_images(processor):
     assert [turn.images for turn in episode.turns] == [(one,), (two,)]
 
 
-def ids_of_images(columns):
-    found = set()
-    for new, messages in columns:
-        found |= {id(image) for image in new}
-        found |= {id(image) for image in images_of(messages)}
-    return found
-
-
 def test_a_group_of_eight_with_ten_screenshots_keeps_73(tmp_path):
     _, processor = tiny_vl_model("qwen2_5_vl", max_pixels=256)
+    screens, engine = Screens(10, (128, 128)), SeeingEngine(processor)
+    (batch,) = collect(screens, engine, processor, group_size=8, n=8)
     storage = EpisodeStorage(1000)
-    (batch,) = collect(
-        Screens(10, (128, 128)),
-        SeeingEngine(processor),
-        processor,
-        group_size=8,
-        episodes_per_batch=8,
-        total_episodes=8,
-    )
-    writer = EpisodeWriter()
-    writer.register_storage(storage)
-    writer.extend(batch)
+    buffer_of(storage).extend(batch)
     episodes = list(storage.episodes())
     assert len(episodes) == 8
     for source in ([batch], episodes):
-        pairs = [
-            pair
-            for part in source
-            for pair in zip(new_images(part), part.get("text").tolist(), strict=True)
-        ]
-        assert len(pairs) == 80
-        assert all(len(new) == 1 for new, _ in pairs)
-        assert len(ids_of_images(pairs)) <= 73
+        new = [images for part in source for images in new_images(part)]
+        assert [len(images) for images in new] == [1] * 80
+        told = [images_of(turn) for part in source for turn in part.get("text").tolist()]
+        assert len({id(image) for images in (*new, *told) for image in images}) <= 73
     first = [new_images(episode)[0][0] for episode in episodes]
     assert all(image is first[0] for image in first)
     images = {image for episode in episodes for new in new_images(episode) for image in new}
@@ -361,8 +326,7 @@ def test_a_group_of_eight_with_ten_screenshots_keeps_73(tmp_path):
 
 def test_a_dump_has_each_image_once(processor, tmp_path):
     engine = SeeingEngine(processor)
-    options = {"group_size": 2, "episodes_per_batch": 2, "total_episodes": 2}
-    (batch,) = collect(Screens(3), engine, processor, dump_dir=tmp_path, **options)
+    (batch,) = collect(Screens(3), engine, processor, dump_dir=tmp_path, group_size=2, n=2)
     images = {image for new in new_images(batch) for image in new}
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")}
     assert len(images) == len(files) == 5
@@ -409,19 +373,15 @@ def reachable_bytes(root):
     return total
 
 
-def test_ten_large_screenshots_take_their_own_bytes(processor):
+def test_ten_large_screenshots_take_their_own_bytes():
     """Pixels of 1024 x 768, an episode of ten turns."""
     _, processor = tiny_vl_model("qwen2_5_vl", max_pixels=1024)
     (batch,) = collect(Screens(10, (768, 1024)), SeeingEngine(processor), processor)
     storage = EpisodeStorage(100)
     storage.append(batch)
-    size = 10 * 1024 * 768 * 3
-    episode = storage.episode(0)
-    assert (
-        size
-        <= reachable_bytes([*new_images(episode), *episode.get("text").tolist()])
-        <= 1.01 * size
-    )
+    size, episode = 10 * 1024 * 768 * 3, storage.episode(0)
+    held = reachable_bytes([*new_images(episode), *episode.get("text").tolist()])
+    assert size <= held <= 1.01 * size
     assert size <= reachable_bytes(storage._store) <= 1.1 * size
 
 
@@ -465,8 +425,7 @@ def test_images_of_items_are_kept_once(processor):
     pil = StoredImage.of(pixels).pil()
     messages = [user(text_part("what"), image_part(pixels))]
     item = {"messages": messages, "image": pil, "task_id": "a", "n": [1]}
-    options = {"group_size": 2, "episodes_per_batch": 2, "total_episodes": 2}
-    (batch,) = collect(Ask(2), SeeingEngine(processor), processor, data=[item], **options)
+    (batch,) = collect(Ask(2), SeeingEngine(processor), processor, [item], group_size=2, n=2)
     stored = batch["data"]
     assert all(each is stored[0] for each in stored)
     image = StoredImage.of(pixels)

@@ -1,7 +1,6 @@
 """Whatever fails, forks, hangs or is cut: rows are what the engine saw, and no episode is lost.
 
-A random engine and random workflows. Every sampled token has a log-probability of its own, by which
-it is known wherever it turns up.
+A random engine and random workflows.
 """
 
 from __future__ import annotations
@@ -15,29 +14,24 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.collectors.runs import collecting, lists
+from tests.collectors.runs import balanced, collecting, lists
+from tests.collectors.scripted import TellingEngine
 from tests.idle_clock import LIMIT, hang
 from torchrl_mt.collectors import LimitReached, Limits
-from torchrl_mt.engines import Completion
 from torchrl_mt.transforms import MergeTurns
 
 ITEMS = 10
 TOKENS = ("tokens", "log_probs", "versions")
 
 
-class RandomEngine:
+class RandomEngine(TellingEngine):
     """Samples anything, nothing at times; fails, hangs, and is trained in the middle of a response."""
 
-    tokenizer = None
-
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.version = 0
-        self.count = self.begun = 0
-        self.calls: dict[float, tuple[list[int], Completion]] = {}
-        """By the log-probability of the first token."""
+        super().__init__(rng)
+        self.begun = 0
         self.order: dict[float, int] = {}
-        """When the calls began."""
+        """When the calls began, by the log-probability of the first token."""
         self.watch = lambda: None
 
     async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
@@ -58,19 +52,10 @@ class RandomEngine:
         for _ in range(size):
             self.version += rng.random() < 0.1
             versions.append(self.version)
-        log_probs = [-float(self.count + i + 1) for i in range(size)]
-        self.count += size
-        answer = Completion([rng.randrange(3) for _ in range(size)], log_probs, versions, "stop")
+        answer = self.answer(prompt, [rng.randrange(3) for _ in range(size)], versions)
         if size:
-            self.calls[log_probs[0]], self.order[log_probs[0]] = (prompt, answer), began
+            self.order[answer.log_probs[0]] = began
         return answer
-
-    def update_weights(self, source):
-        self.version += 1
-        return self.version
-
-    def close(self):
-        pass
 
 
 class RandomWorkflow:
@@ -224,27 +209,17 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
         max_episode_tokens=rng.choice([None, 12]),
         turn_timeout=LIMIT,
     )
-    collector = collecting(
-        RandomWorkflow(rng),
-        engine,
-        [{"task_id": k} for k in range(ITEMS)],
-        n=2 * size,
-        group_size=size,
-        max_concurrency=rng.choice([1, 4, 9]),
-        limits=limits,
-        max_retries=rng.choice([0, 2]),
-        max_consecutive_failures=10**6,
-        max_staleness=rng.choice([None, 1]),
-        incomplete_groups=incomplete,
-        cycle=False,
-        dump_dir=tmp_path,
-    )
-
+    options = {
+        **{"n": 2 * size, "group_size": size, "incomplete_groups": incomplete, "cycle": False},
+        **{"max_concurrency": rng.choice([1, 4, 9]), "max_retries": rng.choice([0, 2])},
+        **{"max_staleness": rng.choice([None, 1]), "max_consecutive_failures": 10**6},
+    }
+    data, player = [{"task_id": k} for k in range(ITEMS)], RandomWorkflow(rng)
+    collector = collecting(player, engine, data, limits=limits, dump_dir=tmp_path, **options)
     unbalanced = []
 
     def watch():
-        stats = collector.stats()
-        if stats["accepted"] + stats["rejected"] + stats["running"] != stats["started"]:
+        if not balanced(stats := collector.stats()):
             unbalanced.append(stats)
 
     engine.watch = watch
@@ -262,9 +237,8 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
             check_parents(batch, rows)
             ids, group = batch["collector", "traj_ids"].tolist(), batch["group"].tolist()
             rewards: Counter[int] = Counter()
-            for episode, reward in zip(
-                ids, batch["next", "reward"].flatten().tolist(), strict=True
-            ):
+            turns = batch["next", "reward"].flatten().tolist()
+            for episode, reward in zip(ids, turns, strict=True):
                 rewards[episode] += reward
             assert not any(members[g] for g in set(group)), "a group is given out once"
             for episode, g, item in zip(ids, group, batch["data"], strict=True):
@@ -285,12 +259,10 @@ def test_the_invariants_of_the_ledger(incomplete, seed, tmp_path, idle_clock):
     stats = collector.stats()
     assert not unbalanced
     assert {name: stats[name] for name in totals} == totals
-    assert stats["running"] == 0
-    assert stats["accepted"] + stats["rejected"] == stats["started"]
+    assert balanced(stats, running=0)
     assert stats["rejected"] == sum(n for name, n in stats.items() if name.startswith("rejected/"))
-    assert (
-        sum(map(len, members.values())) == len(set().union(*members.values())) == stats["accepted"]
-    )
+    episodes = [episode for group in members.values() for episode in group]
+    assert len(episodes) == len(set(episodes)) == stats["accepted"]
     assert len(set(task.values())) == len(task)
     if incomplete != "keep":
         assert all(len(episodes) == size for episodes in members.values())

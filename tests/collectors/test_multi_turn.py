@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.collectors.chats import Chat
 from tests.collectors.runs import (
     balanced,
@@ -18,6 +19,7 @@ from tests.collectors.runs import (
     failed_run,
     first_batch,
     lists,
+    played,
     run_of,
 )
 from tests.collectors.scripted import ScriptedEngine
@@ -25,7 +27,6 @@ from tests.idle_clock import hang
 from tests.tiers import first_fast
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber, TextEnv, TextStep
 
@@ -130,24 +131,23 @@ def test_siblings_are_rejected_with_their_group_finished_or_not(guesser, fast):
         made = finished = 0
 
         def __init__(self):
-            type(self).made += 1
-            self.rank = (type(self).made - 1) % 3
+            SecondFails.made += 1
+            self.number = self.made
 
         async def step(self, response):
-            if self.rank == 1 and self.made <= 3:
+            if self.number == 2:
                 while fast and self.finished < 2:
                     await asyncio.sleep(0)
                 raise OSError("no tool")
-            if not fast and self.made <= 3:
+            if not fast and self.number <= 3:
                 await hang()
-            type(self).finished += 1
+            SecondFails.finished += 1
             return Talk.step(self, response)
 
     _, stats = run_of(SecondFails, guesser, [{"turns": 1}], n=3, group_size=3, total_episodes=3)
     assert stats["rejected/OSError"] == 1
     assert stats["rejected/incomplete_group"] == 2
-    assert stats["rejected"] == 3
-    assert stats["started"] == 6
+    assert (stats["rejected"], stats["started"]) == (3, 6)
 
 
 def test_a_slow_environment_delays_only_itself(guesser):
@@ -156,22 +156,12 @@ def test_a_slow_environment_delays_only_itself(guesser):
 
         def step(self, response):
             if self.left == 3:
-                wait_until(lambda: len(done_before_the_slow_one) == 19)
+                wait_until(lambda: collector.stats()["queue"] == 19)
             return super().step(response)
 
     data = [{"turns": 3}, *[{"turns": 2}] * 19]
-    done_before_the_slow_one = []
     with collecting(Slow, guesser, data, n=20) as collector:
-        play = collector._player.failure_of
-
-        async def watched(episode, *rest):
-            failure = await play(episode, *rest)
-            done_before_the_slow_one.append(episode.data["turns"])
-            return failure
-
-        collector._player.failure_of = watched
-        next(iter(collector))
-    assert done_before_the_slow_one == [2] * 19 + [3]
+        assert len(next(iter(collector))) == 3 + 2 * 19
 
 
 def test_environments_are_closed_also_when_they_fail(guesser):
@@ -213,7 +203,14 @@ def test_postproc_sees_every_batch(guesser):
 def test_data_is_gone_through_again_unless_it_is_an_iterator(guesser):
     data = [{"turns": 1}, {"turns": 2}, {"turns": 3}]
     batches, _ = run_of(Talk, guesser, data, n=2, total_episodes=6)
-    assert [item["turns"] for b in batches for item in b["data"]] == [1, 2, 2, 3, 3, 3] * 2
+    assert [turns for batch in batches for turns in played(batch, "turns")] == [
+        1,
+        2,
+        2,
+        3,
+        3,
+        3,
+    ] * 2
     batches, stats = run_of(Talk, guesser, iter(data), n=2)
     assert [len(b) for b in batches] == [3, 3]
     assert stats["accepted"] == 3
@@ -237,23 +234,17 @@ def test_shutdown_leaves_no_thread(guesser):
 
 
 def test_with_the_real_engine(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer)
-    (batch,), stats = run_of(
-        GuessNumber(16, 5),
-        engine,
-        n=40,
-        total_episodes=40,
-        limits=Limits(max_turns=5, max_response_tokens=3),
+    engine, limits = (
+        TransformersEngine(model, tokenizer),
+        Limits(max_turns=5, max_response_tokens=3),
     )
+    (batch,), stats = run_of(GuessNumber(16, 5), engine, n=40, total_episodes=40, limits=limits)
     engine.close()
     assert stats["accepted"] == 40
+    keys = (("tokens", "prompt"), ("tokens", "response"), ("log_probs", "response"))
+    columns = [batch.get(key, as_list=True) for key in keys]
     with torch.no_grad():
-        for prompt, response, log_probs in zip(
-            batch.get(("tokens", "prompt"), as_list=True),
-            batch.get(("tokens", "response"), as_list=True),
-            batch.get(("log_probs", "response"), as_list=True),
-            strict=True,
-        ):
+        for prompt, response, log_probs in zip(*columns, strict=True):
             row = torch.cat([prompt, response])[None]
             expected = model.eval()(row).logits.log_softmax(-1)[0, :-1]
             expected = expected.gather(-1, row[0, 1:, None])[-len(response) :, 0]
@@ -276,29 +267,22 @@ def test_an_opening_without_room_for_a_response_is_refused(guesser):
     ],
 )
 def test_nothing_that_an_environment_raises_stops_the_others(guesser, inline, error, cause):
-    class Raises(Flaky):
-        pass
-
-    Raises.inline = inline
+    env = type("Raises", (Flaky,), {"inline": inline})
     data = [{"turns": 1}, {"turns": 1, "fail": error}]
-    (batch,), stats = run_of(Raises, guesser, data, n=2, total_episodes=2)
+    (batch,), stats = run_of(env, guesser, data, n=2, total_episodes=2)
     assert batch.batch_size == (2,)
     assert stats[f"rejected/{cause}"] == stats["rejected"] == 1
     assert balanced(stats, running=0)
 
 
 def test_a_cancellation_within_an_environment_is_its_failure(guesser):
-    class Cancels(Talk):
+    class Cancels(Flaky):
         async def step(self, response):
             if self.data["turns"] == 2:
                 inner = asyncio.ensure_future(hang())
                 inner.cancel()
                 await inner
             return Talk.step(self, response)
-
-        def reset(self, data=None):
-            self.data = data
-            return super().reset(data)
 
     data = [{"turns": 1}, {"turns": 2}]
     (batch,), stats = run_of(Cancels, guesser, data, n=2, total_episodes=2)
@@ -414,29 +398,28 @@ def test_what_an_environment_says_about_a_turn_is_kept(guesser):
 
     batch, _ = first_batch(Says, guesser, [{"turns": 3}])
     assert list(batch["info"]) == [None, {"left": 1}, None]
-    buffer = ReplayBuffer(storage=EpisodeStorage(10), writer=EpisodeWriter())
+    buffer = buffer_of(10)
     buffer.extend(batch)
     assert list(buffer.storage[:]["info"]) == [None, {"left": 1}, None]
+
+
+MESSAGES = r"TextEnv.reset must return a list of messages .* got"
+STEP = "TextEnv.step must return a TextStep, got"
 
 
 @pytest.mark.parametrize(
     ("method", "value", "message"),
     [
-        ("reset", "guess", r"TextEnv.reset must return a list of messages .* got str \(guess\)"),
-        ("reset", {"role": "user", "content": "x"}, r"reset must return a list .* got dict"),
+        ("reset", "guess", rf"{MESSAGES} str \(guess\)"),
+        ("reset", {"role": "user", "content": "x"}, rf"{MESSAGES} dict"),
+        ("reset", None, rf"{MESSAGES} NoneType .* from Wrong.reset"),
+        ("reset", ["guess"], rf"{MESSAGES} str \(guess\) among them"),
+        ("reset", ([], {}), rf"{MESSAGES} list \(\[\]\) among them, from Wrong.reset"),
+        ("step", {"reward": 1}, f"{STEP} dict"),
+        ("step", None, f"{STEP} NoneType"),
         (
-            "reset",
-            None,
-            r"reset must return a list of messages .* got NoneType .* from Wrong.reset",
-        ),
-        ("reset", ["guess"], r"reset must return .* got str \(guess\) among them"),
-        ("reset", ([], {}), r"reset must return .* got list \(\[\]\) among them, from Wrong.reset"),
-        ("step", {"reward": 1}, r"TextEnv.step must return a TextStep, got dict"),
-        ("step", None, r"TextEnv.step must return a TextStep, got NoneType"),
-        (
-            "step",
-            ([], 1.0, True, False, {}),
-            r"TextEnv.step must return a TextStep, got tuple \(\(.* from Wrong.step: return "
+            *("step", ([], 1.0, True, False, {})),
+            rf"{STEP} tuple \(\(.* from Wrong.step: return "
             r"torchrl_mt.envs.TextStep\(messages, reward=..., done=...\)",
         ),
         ("step", TextStep(["higher"]), r"TextStep.messages must be .* got str .* from Wrong.step"),
@@ -480,20 +463,17 @@ def test_the_engines_longest_answer_holds_also_where_the_conversation_is_limited
 
 def test_the_seed_is_restored(guesser):
     def seeds(collector):
-        return [item["seed"] for item in next(iter(collector))["data"]]
+        return played(next(iter(collector)), "seed")
 
-    def collector():
-        return collecting(GuessNumber(4, 1), guesser, n=3)
-
-    with collector() as first, collector() as resumed:
+    first, resumed = (collecting(GuessNumber(4, 1), guesser, n=3) for _ in range(2))
+    with first, resumed:
         first.set_seed(7)
         seeds(first)
         state = first.state_dict()
         expected = seeds(first)
-        resumed.load_state_dict(state)
-        assert seeds(resumed) == expected
-        first.load_state_dict(state)
-        assert seeds(first) == expected
+        for collector in (resumed, first):
+            collector.load_state_dict(state)
+            assert seeds(collector) == expected
         resumed.set_seed(7)
         again = seeds(resumed)
         first.set_seed(7)
@@ -509,8 +489,6 @@ def test_a_seed_reaches_torch(guesser):
 
 
 def test_a_stop_iteration_keeps_its_place(guesser):
-    data = [{"turns": 1, "fail": StopIteration("mine")}]
-    cause, _ = failed_run(
-        "StopIteration", type("Threaded", (Flaky,), {"inline": False}), guesser, data
-    )
+    env, data = type("Threaded", (Flaky,), {"inline": False}), {"fail": StopIteration("mine")}
+    cause, _ = failed_run("StopIteration", env, guesser, [{"turns": 1, **data}])
     assert str(cause.__cause__) == "mine"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer
 
-from tests.collectors.runs import collecting
+from tests.collectors.runs import first_batch
 from tests.pages import code_of
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
@@ -35,15 +35,10 @@ def names(env, num_updates):
     """What the pages' code takes for granted."""
     torch.manual_seed(0)
     model, tokenizer = tiny_chat_model("guess to higher lower correct invalid 1 2 3 4")
-    libraries = {
-        each.__name__: each
-        for each in (
-            *(EpisodeSampler, EpisodeStorage, EpisodeWriter, ExperienceMaker, MergeTurns),
-            *(MultiTurnCollector, ReplayBuffer, TransformersEngine, torch, time),
-        )
-    }
+    libraries = [EpisodeSampler, EpisodeStorage, EpisodeWriter, ExperienceMaker, MergeTurns]
+    libraries += [MultiTurnCollector, ReplayBuffer, TransformersEngine, torch, time]
     data = GuessNumber.data(numbers=4)
-    return {**libraries, **locals(), "MultiTurnLoss": Seen}
+    return {**{each.__name__: each for each in libraries}, **locals(), "MultiTurnLoss": Seen}
 
 
 @pytest.mark.slow
@@ -97,15 +92,8 @@ def test_a_cut_answer_has_the_worth_that_is_said():
     exec(code_of("pitfalls.rst", "Cut answers have a hidden reward"), run)
     engine = TransformersEngine(run["model"], run["tokenizer"])
     try:
-        with collecting(
-            Costs,
-            engine,
-            n=32,
-            total_episodes=32,
-            limits=Limits(max_turns=3, max_response_tokens=8),
-            sampling={"seed": 0},
-        ) as collector:
-            (batch,) = collector
+        limits = Limits(max_turns=3, max_response_tokens=8)
+        batch, _ = first_batch(Costs, engine, n=32, limits=limits, sampling={"seed": 0})
     finally:
         engine.close()
     rows = run["merge"](batch)

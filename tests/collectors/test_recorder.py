@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting, failed_run, first_batch
+from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import few_or_many
 from torchrl_mt.collectors import LimitReached, Limits
 from torchrl_mt.collectors.episode import Episode
 from torchrl_mt.collectors.recorder import Recorder
-from torchrl_mt.envs import TextEnv, TextStep
-
-from .chats import Chat
-from .runs import collecting, failed_run, first_batch
-from .scripted import ScriptedEngine
 
 ONE = {"max_consecutive_failures": 1}
+TWO_TURNS = [{"turns": 2}]
 
 
 class Asked(ScriptedEngine):
@@ -105,37 +104,28 @@ def test_a_workflow_that_swallows_its_cancellation_is_out_of_time_all_the_same(e
 
 
 def test_an_environment_that_swallows_its_cancellation_has_answered_too_late(engine, idle_clock):
-    class Swallows(TextEnv):
-        inline = True
-
-        def reset(self, data=None):
-            self.turns = 0
-            return [{"role": "user", "content": "guess"}]
-
+    class Swallows(Chat):
         async def step(self, response):
-            self.turns += 1
-            if self.turns == 2:
+            if self.turn == 1:
                 with contextlib.suppress(asyncio.CancelledError):
                     await hang()
-            again = [{"role": "user", "content": "guess"}]
-            return TextStep(again, reward=1.0, done=self.turns == 2)
+            return await super().step(response)
 
     limits = Limits(episode_timeout=LIMIT, on_timeout="mask")
-    batch, _ = first_batch(Swallows, engine, **ONE, limits=limits)
+    batch, _ = first_batch(Swallows, engine, TWO_TURNS, **ONE, limits=limits)
     assert batch["stop_reason"] == ["episode_timeout"]
     assert batch["next", "truncated"].all()
     assert not batch["valid"].any()
 
 
 @pytest.mark.parametrize(
-    ("limits", "turns"), [(Limits(max_turns=1), 1), (Limits(max_episode_tokens=6), 2)]
+    ("reason", "most", "turns"), [("max_turns", 1, 1), ("max_episode_tokens", 6, 2)]
 )
 def test_a_limit_that_a_workflow_caught_is_why_it_ended_and_its_reward_stands(
-    engine, limits, turns
+    engine, reason, most, turns
 ):
     player = Play(give_up)
-    batch, _ = first_batch(player, engine, **ONE, limits=limits)
-    (reason,) = (name for name in ("max_turns", "max_episode_tokens") if getattr(limits, name))
+    batch, _ = first_batch(player, engine, **ONE, limits=Limits(**{reason: most}))
     assert player.limit.reason.value == reason
     assert batch["stop_reason"] == [*[""] * (turns - 1), reason]
     assert batch["next", "reward"].flatten().tolist() == [*[0.0] * (turns - 1), 0.25]
@@ -173,9 +163,6 @@ def test_a_call_that_was_under_way_is_no_way_around_a_limit(engine):
 # Sampling
 
 
-TWO_TURNS = [{"turns": 2}]
-
-
 @pytest.mark.parametrize(
     ("limits", "asked", "budget"),
     [
@@ -186,9 +173,8 @@ TWO_TURNS = [{"turns": 2}]
     ],
 )
 def test_max_new_tokens_among_the_sampling_params_is_a_budget(engine, limits, asked, budget):
-    with collecting(
-        Chat, engine, TWO_TURNS, **ONE, limits=limits, sampling={"max_new_tokens": asked}
-    ) as collector:
+    options = {"limits": limits, "sampling": {"max_new_tokens": asked}}
+    with collecting(Chat, engine, TWO_TURNS, **ONE, **options) as collector:
         next(iter(collector))
         assert {call["max_new_tokens"] for call in engine.asked} == {budget}
         engine.asked.clear()
@@ -242,9 +228,13 @@ def test_a_call_may_have_a_seed_of_its_own(engine):
     assert engine.asked[2]["seed"] not in (3, None, 7)
 
 
+def line_of(turn):
+    return [*turn.prompt_ids, *turn.completion.token_ids]
+
+
 def longest_before(turns):
     """The slow and obvious parents: of all turns that a prompt begins with, the longest and last."""
-    lines = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in turns]
+    lines = [line_of(turn) for turn in turns]
     return [
         max(
             (j for j in range(k) if list(turn.prompt_ids)[: len(lines[j])] == lines[j]),
@@ -275,15 +265,12 @@ async def play_and_drop(tokenizer, rng):
             await gates[-1].wait()
             return await super().generate(prompt_ids, **sampling)
 
-    recorder = Recorder(
-        Gated(tokenizer, lambda prompt: [rng.randrange(2)]), Episode(None), Limits()
-    )
+    engine = Gated(tokenizer, lambda prompt: [rng.randrange(2)])
+    recorder = Recorder(engine, Episode(None), Limits())
     turns = recorder.episode.turns
     for _ in range(rng.randint(1, 5)):
-        lines = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in turns]
-        asked = [
-            rng.choice([[0], *lines]) + [0] * rng.randrange(2) for _ in range(rng.randint(1, 3))
-        ]
+        lines = [[0], *(line_of(turn) for turn in turns)]
+        asked = [rng.choice(lines) + [0] * rng.randrange(2) for _ in range(rng.randint(1, 3))]
         first = len(gates)
         calls = [asyncio.ensure_future(recorder.generate(prompt)) for prompt in asked]
         while len(gates) < first + len(calls):
@@ -295,10 +282,7 @@ async def play_and_drop(tokenizer, rng):
         if rng.random() < 0.5:
             gone = rng.choice(turns)
             children = [turn for turn in turns if turns[turn.parent] is gone and turn.parent >= 0]
-            line = [*gone.prompt_ids, *gone.completion.token_ids]
             recorder.drop(gone)
-            parents = [turn.parent for turn in turns]
-            assert parents == longest_before(turns)
+            assert [turn.parent for turn in turns] == longest_before(turns)
             for child in children:  # the tokens of its parent are still those of a turn
-                parent = turns[child.parent]
-                assert [*parent.prompt_ids, *parent.completion.token_ids] == line
+                assert line_of(turns[child.parent]) == line_of(gone)

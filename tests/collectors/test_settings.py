@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import FrozenInstanceError
+from functools import partial
 
 import pytest
 from torchrl.collectors import BaseCollector
 
 from tests.collectors.chats import Chat
+from tests.collectors.runs import collecting, played
+from tests.refusals import check_refused, refused
 from torchrl_mt.collectors import ChatOptions, CollectorOptions, Limits, MultiTurnCollector
 
+DATA = [{"turns": 1, "k": k} for k in range(4)]
 
-def collector(engine, **kwargs):
-    data = [{"turns": 1, "k": k} for k in range(4)]
-    return MultiTurnCollector(Chat, engine, **{"data": data, "episodes_per_batch": 4, **kwargs})
+
+def collector(engine, *, data=DATA, n=4, **options):
+    return collecting(Chat, engine, data, n=n, **options)
 
 
 def test_each_setting_has_one_place():
@@ -31,78 +35,57 @@ def test_each_setting_has_one_place():
 def test_one_record_serves_several_collectors_and_does_not_change(engine):
     options = CollectorOptions(shuffle=True, seed=3)
     with collector(engine, options=options) as one, collector(engine, options=options) as two:
-        first = next(iter(one))["data"]
-        assert sorted(item["k"] for item in first) == [*range(4)]
-        assert next(iter(two))["data"] == first
+        first = played(next(iter(one)))
+        assert sorted(first) == [*range(4)]
+        assert played(next(iter(two))) == first
     with pytest.raises(FrozenInstanceError):
         options.seed = 4
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "match"),
+    ("call", "error", "text"),
     [
-        ({"shufle": True}, TypeError, "argument 'shufle'"),
-        ({"limits": {"max_turns": 3}}, TypeError, r"class Limits, got .*give Limits\("),
-        ({"options": {"seed": 3}}, TypeError, r"CollectorOptions, got .*give CollectorOptions\("),
-        ({"data": []}, ValueError, "data must hold at least one item, got none"),
-        ({"episodes_per_batch": 0}, ValueError, "episodes_per_batch must be at least 1, got 0"),
-        ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0"),
-        (
-            {"group_size": 3},
-            ValueError,
-            "episodes_per_batch must be a multiple of group_size=3, got 4",
-        ),
-        ({"group_size": 2, "total_episodes": 5}, ValueError, "total_episodes must be a multiple"),
-        ({"max_concurrency": 0}, ValueError, "max_concurrency must be at least 1, got 0"),
-        ({"max_retries": -1}, ValueError, "max_retries must be at least 0, got -1"),
-        (
-            {"max_consecutive_failures": 0},
-            ValueError,
-            "max_consecutive_failures must be at least 1",
-        ),
+        refused("argument 'shufle'", collector, shufle=True, error=TypeError),
+        refused("Limits, got …give Limits(", collector, limits={"max_turns": 3}, error=TypeError),
+        refused("Options, got …give Collector", collector, options={"seed": 3}, error=TypeError),
+        refused("data must hold at least one item, got none", collector, data=[]),
+        refused("episodes_per_batch must be at least 1, got 0", collector, n=0),
+        refused("group_size must be at least 1, got 0", collector, group_size=0),
+        refused("batch must be a multiple of group_size=3, got 4", collector, group_size=3),
+        refused("total_episodes must be a multiple", collector, group_size=2, total_episodes=5),
+        refused("max_concurrency must be at least 1, got 0", collector, max_concurrency=0),
+        refused("max_retries must be at least 0, got -1", collector, max_retries=-1),
+        refused("max_consecutive_failures must be at", collector, max_consecutive_failures=0),
     ],
 )
-def test_what_a_collector_cannot_mean_is_refused(engine, kwargs, error, match):
+def test_what_a_collector_cannot_mean_is_refused(engine, call, error, text):
     threads = threading.active_count()
-    with pytest.raises(error, match=match):
-        collector(engine, **kwargs)
+    check_refused(partial(call, engine), error, text)
     assert threading.active_count() == threads
 
 
+SIZE = "max_prompt_tokens must be a positive integer, got "
+AT_LEAST = "must be at least 1, or None for no limit, got 0"
+
+
 @pytest.mark.parametrize(
-    ("record", "kwargs", "error", "match"),
+    ("call", "error", "text"),
     [
-        (CollectorOptions, {"incomplete_groups": "lose"}, ValueError, "must be one of .*lose"),
-        (
-            CollectorOptions,
-            {"staleness": "delivry"},
-            ValueError,
-            "must be one of .*got 'delivry'. Did you mean 'delivery'?",
-        ),
-        (CollectorOptions, {"total_attempts": 0}, ValueError, "must be at least 1"),
-        (CollectorOptions, {"env_workers": 0}, ValueError, "must be at least 1, got 0"),
-        (CollectorOptions, {"seed": "x"}, TypeError, "must be an int, got 'x'"),
-        (CollectorOptions, {"chat": {}}, TypeError, "must be of class ChatOptions, got {}"),
-        (ChatOptions, {"on_break": "raise"}, ValueError, "must be one of .*got 'raise'"),
-        (ChatOptions, {"template": "own"}, ValueError, "must be one of .*got 'own'"),
-        *(
-            (
-                ChatOptions,
-                {"max_prompt_tokens": bad},
-                ValueError,
-                "must be a positive integer, got ",
-            )
-            for bad in (0, -1, 1.5, True, "8")
-        ),
-        *(
-            (Limits, {name: 0}, ValueError, "must be at least 1, or None for no limit, got 0")
-            for name in ("max_turns", "max_response_tokens", "max_episode_tokens")
-        ),
-        (Limits, {"on_timeout": "keep"}, ValueError, "must be one of .*, got 'keep'"),
-        (Limits, {"on_cut": "go"}, ValueError, "must be one of 'end', 'continue', got 'go'"),
+        refused("must be one of …lose", CollectorOptions, incomplete_groups="lose"),
+        refused("got 'delivry'. Did you mean 'delivery'?", CollectorOptions, staleness="delivry"),
+        refused("total_attempts must be at least 1", CollectorOptions, total_attempts=0),
+        refused("env_workers must be at least 1, got 0", CollectorOptions, env_workers=0),
+        refused("seed must be an int, got 'x'", CollectorOptions, seed="x", error=TypeError),
+        refused("chat must be of class ChatOptions", CollectorOptions, chat={}, error=TypeError),
+        refused("on_break must be one of …got 'raise'", ChatOptions, on_break="raise"),
+        refused("template must be one of …got 'own'", ChatOptions, template="own"),
+        *(refused(SIZE, ChatOptions, max_prompt_tokens=bad) for bad in (0, -1, 1.5, True, "8")),
+        refused(f"max_turns {AT_LEAST}", Limits, max_turns=0),
+        refused(f"max_response_tokens {AT_LEAST}", Limits, max_response_tokens=0),
+        refused(f"max_episode_tokens {AT_LEAST}", Limits, max_episode_tokens=0),
+        refused("on_timeout must be one of …, got 'keep'", Limits, on_timeout="keep"),
+        refused("on_cut must be one of 'end', 'continue', got 'go'", Limits, on_cut="go"),
     ],
 )
-def test_a_record_refuses_what_it_cannot_mean(record, kwargs, error, match):
-    (name,) = kwargs
-    with pytest.raises(error, match=f"{name} {match}"):
-        record(**kwargs)
+def test_a_record_refuses_what_it_cannot_mean(call, error, text):
+    check_refused(call, error, text)

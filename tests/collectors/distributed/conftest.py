@@ -10,6 +10,8 @@ from functools import partial
 import psutil
 import pytest
 
+from tests.collectors.distributed.played import Talk, items, ledger, slow_engine
+from tests.collectors.runs import balanced, beside, collecting
 from tests.waiting import wait_until
 from torchrl_mt.collectors import MultiProcessCollector, RayMultiTurnCollector
 from torchrl_mt.collectors.distributed import collector as module
@@ -102,12 +104,16 @@ class ThreadBackend:
         pass
 
 
+in_processes = partial(collecting, make=MultiProcessCollector, num_collectors=2)
+"""Makes collectors with workers in processes."""
+
+
 @pytest.fixture
 def in_threads(monkeypatch):
     """Make collectors with workers in threads; the last backend is ``in_threads.backends[-1]``."""
 
     def make(*args, **kwargs):
-        return MultiProcessCollector(*args, **{"num_collectors": 2, **kwargs})
+        return collecting(*args, make=MultiProcessCollector, **{"num_collectors": 2, **kwargs})
 
     make.backends = []
 
@@ -128,9 +134,9 @@ def in_threads(monkeypatch):
 def distributed(request):
     """Make collectors with workers in processes or actors."""
     if request.param == "process":
-        return partial(MultiProcessCollector, num_collectors=2)
+        return in_processes
     request.getfixturevalue("ray_cluster")
-    return partial(RayMultiTurnCollector, num_collectors=2)
+    return partial(collecting, make=RayMultiTurnCollector, num_collectors=2)
 
 
 def kill(pid):
@@ -145,3 +151,35 @@ def pids_of(collector):
     """Processes of a :class:`MultiProcessCollector`'s workers that play."""
     slots = collector._player.workers._slots
     return [slot.handle.pid for slot in slots if slot.handle is not None]
+
+
+def played_while_workers_die(make, die, folder, sleep, **options):
+    """Play with two workers of which ``die(collector)`` kills one that plays, ten times in all.
+
+    No group of two is lost or doubled; returns the ledger.
+    """
+    unbalanced, done, flag = [], threading.Event(), folder / "all are killed"
+    data = [*items(24, sleep=sleep), {"k": 24, "wait_for": str(flag)}]
+    with make(Talk, slow_engine, data, max_restarts=10, **options) as collector:
+
+        def watch():
+            while not done.is_set():
+                if not balanced(stats := collector.stats()):
+                    unbalanced.append(stats)
+
+        def destroy():
+            for _ in range(10):
+                die(collector)
+            flag.touch()
+
+        with beside(watch):
+            with beside(destroy):
+                batches = list(collector)
+            done.set()
+        stats = collector.stats()
+    found = ledger(batches)
+    assert sorted(found) == [(k, member) for k in range(25) for member in range(2)]
+    assert stats["accepted"] == 50
+    assert stats["rejected"] == stats["rejected/WorkerDied"] == stats["started"] - 50 > 0
+    assert not unbalanced
+    return found

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from tests.collectors.distributed.conftest import played_while_workers_die
 from tests.collectors.distributed.played import (
     Picky,
     SeededEngine,
@@ -21,9 +22,9 @@ from tests.collectors.distributed.played import (
     slow_engine,
     weights,
 )
-from tests.collectors.runs import balanced, beside, versions_in
+from tests.collectors.runs import balanced, beside, played, run_of, versions_in
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import AgentOptions, Limits
 from torchrl_mt.collectors.distributed import workers
 from torchrl_mt.collectors.distributed.workers import WorkersFailedError
 
@@ -34,12 +35,8 @@ class ListBuffer(list):
     extend = list.append
 
 
-OPTIONS = {
-    "episodes_per_batch": 8,
-    "group_size": 2,
-    "options": CollectorOptions(cycle=False),
-    "sampling": {"seed": 3},
-}
+OPTIONS = {"n": 8, "group_size": 2, "cycle": False, "sampling": {"seed": 3}}
+ONCE_MORE = {**OPTIONS, "cycle": True}
 
 
 def versions_are_right(batch):
@@ -59,55 +56,30 @@ def test_batches_are_those_of_one_process(in_threads, limits):
         batches = list(collector)
         stats = collector.stats()
         loads = [handle.methods.count("play") for handle in in_threads.backends[-1].started]
-    with MultiTurnCollector(Talk, SeededEngine(), items(16), **options) as single:
-        expected = list(single)
-        for name in ("started", "accepted", "turns", "tokens"):
-            assert stats[name] == single.stats()[name]
+    expected, of_one = run_of(Talk, SeededEngine(), items(16), **options)
+    for name in ("started", "accepted", "turns", "tokens"):
+        assert stats[name] == of_one[name]
     assert ledger(batches) == ledger(expected)
     assert min(loads) >= 8
     assert stats["time/environment"] > 0
 
 
 def test_no_item_is_lost_or_doubled_when_workers_die(in_threads, tmp_path):
-    kills, unbalanced, done = 10, [], threading.Event()
-    flag = tmp_path / "all are killed"
-    data = [*items(24, sleep=0.005), {"k": 24, "wait_for": str(flag)}]
-    with in_threads(Talk, slow_engine, data, max_restarts=kills, **OPTIONS) as collector:
+    rng = random.Random(0)
 
-        def watch():
-            while not done.is_set():
-                if not balanced(stats := collector.stats()):
-                    unbalanced.append(stats)
+    def die(collector):
+        started = in_threads.backends[-1].started
+        wait_until(lambda: any(each.is_playing() for each in started))
+        time.sleep(0.01)
+        rng.choice([each for each in started if not each.ended.done()]).die()
 
-        def destroy():
-            rng, started = random.Random(0), in_threads.backends[-1].started
-            for _ in range(kills):
-                wait_until(lambda: any(each.is_playing() for each in started))
-                time.sleep(0.01)
-                rng.choice([each for each in started if not each.ended.done()]).die()
-            flag.touch()
-
-        with beside(watch):
-            with beside(destroy):
-                batches = list(collector)
-            done.set()
-        stats = collector.stats()
-    found = ledger(batches)
-    assert sorted(found) == [(k, member) for k in range(25) for member in range(2)]
+    found = played_while_workers_die(in_threads, die, tmp_path, sleep=0.005, **OPTIONS)
     assert all(len(found[k, member]) == 1 + k % 3 for k, member in found)
-    assert stats["accepted"] == 50
-    assert stats["rejected"] == stats["rejected/WorkerDied"] == stats["started"] - 50 > 0
-    assert not unbalanced
 
 
 def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
-    with in_threads(
-        Talk,
-        slow_engine,
-        items(64, turns=3),
-        **{**OPTIONS, "options": CollectorOptions(cycle=True)},
-        max_staleness=2,
-    ) as collector:
+    data = items(64, turns=3)
+    with in_threads(Talk, slow_engine, data, max_staleness=2, **ONCE_MORE) as collector:
         iterator = iter(collector)
         for version in range(6):
             if version == 3:
@@ -128,12 +100,7 @@ def test_versions_are_those_of_the_weights_also_after_a_restart(in_threads):
 def test_running_episodes_that_become_too_old_are_cancelled(in_threads, tmp_path):
     flag = tmp_path / "go"
     data = [{"k": 0, "turns": 2, "wait_for": str(flag)}, *items(64, turns=1)]
-    options = {
-        **OPTIONS,
-        "options": CollectorOptions(cycle=True),
-        "group_size": 1,
-        "episodes_per_batch": 4,
-    }
+    options = {**ONCE_MORE, "group_size": 1, "n": 4}
     with in_threads(Talk, SeededEngine, data, **options, max_staleness=1) as collector:
         for version, _ in zip(range(4), collector, strict=False):
             collector.update_policy_weights_(weights(version + 1.0))
@@ -187,26 +154,23 @@ def test_a_shutdown_ends_an_update_with_an_error(in_threads):
 
 
 def test_on_update_sends_the_weights_elsewhere(in_threads):
-    seen = []
+    seen, given = [], weights(5.0)
     with in_threads(Talk, SeededEngine, items(4), on_update=seen.append, **OPTIONS) as collector:
-        given = weights(5.0)
         collector.update_policy_weights_(given)
         (batch,) = list(collector)
         started = in_threads.backends[-1].started
         assert not any("update" in handle.methods for handle in started)
     assert seen == [given]
-    step = batch[0]
-    assert set(step["versions", "response"].tolist()) == {1}
-    assert (step["log_probs", "response"] <= 0).all()
+    assert set(batch[0]["versions", "response"].tolist()) == {1}
+    assert (batch[0]["log_probs", "response"] <= 0).all()
 
 
 def test_each_worker_may_have_a_factory_of_its_own(in_threads):
     with in_threads(Talk, [SeededEngine, Picky], items(4), **OPTIONS) as collector:
         assert len(list(collector)) == 1
-        engines = [
-            type(each.host._object._engine._engine) for each in in_threads.backends[-1].started
-        ]
-    assert set(engines) == {SeededEngine, Picky}
+        started = in_threads.backends[-1].started
+        engines = {type(each.host._object._engine._engine) for each in started}
+    assert engines == {SeededEngine, Picky}
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_run(in_threads):
@@ -227,7 +191,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(in_threads):
 def test_evaluation_pause_and_states(in_threads):
     with in_threads(Talk, SeededEngine, items(16), **OPTIONS) as collector:
         evaluated = collector.evaluate([{"k": 40}, {"k": 41}], n=2)
-        assert [each["k"] for each in evaluated["data"]] == [40] * 4 + [41] * 6
+        assert played(evaluated) == [40] * 4 + [41] * 6
         assert collector.stats()["eval/accepted"] == 4
         iterator = iter(collector)
         first = next(iterator)
@@ -248,15 +212,13 @@ def test_deaths_in_an_evaluation_keep_the_order(in_threads):
         killing.start()
         evaluated = collector.evaluate(items(12, turns=6), n=2)
         killing.join()
-    assert [each["k"] for each in evaluated["data"]] == [k for k in range(12) for _ in range(12)]
+    assert played(evaluated) == [k for k in range(12) for _ in range(12)]
 
 
 def test_long_calls_are_seen(in_threads, tmp_path, monkeypatch):
     monkeypatch.setattr("torchrl_mt.collectors.distributed.player._WATCH_SECONDS", 0.01)
-    flag = tmp_path / "go"
-    with in_threads(
-        Talk, SeededEngine, items(4, wait_for=str(flag)), replay_buffer=ListBuffer(), **OPTIONS
-    ) as collector:
+    flag, options = tmp_path / "go", {**OPTIONS, "replay_buffer": ListBuffer()}
+    with in_threads(Talk, SeededEngine, items(4, wait_for=str(flag)), **options) as collector:
         collector.start()
         wait_until(lambda: collector.stats()["waiting/longest"] > 0.05)
         flag.touch()
@@ -320,19 +282,11 @@ class Unreadable:
         return int, ("no number",)
 
 
-@pytest.mark.parametrize(
-    ("thing", "said"),
-    [
-        (
-            threading.Lock(),
-            r"pickling the item \{'k': 1, 'thing': <unlocked _thread\.lock.* raised ",
-        ),
-        (
-            Unreadable(),
-            r"the item was sent to another process, but unpickling it there raised Val",
-        ),
-    ],
-)
+LOCK = r"pickling the item \{'k': 1, 'thing': <unlocked _thread\.lock.* raised "
+UNREADABLE = r"the item was sent to another process, but unpickling it there raised Val"
+
+
+@pytest.mark.parametrize(("thing", "said"), [(threading.Lock(), LOCK), (Unreadable(), UNREADABLE)])
 def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said):
     bad = {"k": 1, "thing": thing}
     with in_threads(Talk, SeededEngine, [*items(1), bad, *items(1)], **OPTIONS) as collector:
@@ -343,17 +297,9 @@ def test_an_item_that_cannot_be_sent_is_rejected_by_name(in_threads, thing, said
 
 
 def test_sampling_that_cannot_be_sent_ends_the_run(in_threads):
-    options = {
-        **OPTIONS,
-        "sampling": {"lock": threading.Lock()},
-        "options": CollectorOptions(cycle=True),
-    }
-    with (
-        in_threads(
-            Talk, SeededEngine, items(4), max_consecutive_failures=3, **options
-        ) as collector,
-        pytest.raises(RuntimeError, match=r"3 episodes .* arguments of sampling are sent to the w"),
-    ):
+    options = {**ONCE_MORE, "sampling": {"lock": threading.Lock()}, "max_consecutive_failures": 3}
+    named = pytest.raises(RuntimeError, match=r"3 episodes .* arguments of sampling are sent to th")
+    with in_threads(Talk, SeededEngine, items(4), **options) as collector, named:
         next(iter(collector))
 
 
@@ -370,11 +316,7 @@ def test_bad_data_leaves_no_workers(in_threads):
         (3, {}, "policy_factory must be a function .* got a int"),
         ([SeededEngine], {}, "one for each of num_collectors=2, got 1"),
         (SeededEngine, {"env": threading.Lock()}, "env is sent to other processes"),
-        (
-            SeededEngine,
-            {"options": CollectorOptions(agents=AgentOptions(port=8000))},
-            "port must be 0",
-        ),
+        (SeededEngine, {"agents": AgentOptions(port=8000)}, "port must be 0"),
         (SeededEngine, {"num_collectors": 0}, "num_collectors"),
         (SeededEngine, {"backend": "slurm"}, "backend"),
         (SeededEngine, {"accepts": 1}, "argument 'accepts'"),

@@ -9,13 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import ListStorage, RayReplayBuffer
 
-from tests.collectors.distributed.conftest import kill, pids_of
+from tests.collectors.distributed.conftest import (
+    in_processes,
+    kill,
+    pids_of,
+    played_while_workers_die,
+)
 from tests.collectors.distributed.played import (
     SeededEngine,
     Talk,
@@ -26,25 +33,14 @@ from tests.collectors.distributed.played import (
     weights,
 )
 from tests.collectors.distributed.test_in_threads import versions_are_right
-from tests.collectors.runs import balanced, beside
+from tests.collectors.runs import balanced, beside, collecting, failed_run, run_of
 from tests.waiting import wait_until
-from torchrl_mt.collectors import (
-    CollectorOptions,
-    Limits,
-    MultiProcessCollector,
-    MultiTurnCollector,
-    RayMultiTurnCollector,
-)
+from torchrl_mt.collectors import Limits, MultiProcessCollector, RayMultiTurnCollector
 from torchrl_mt.collectors.distributed import workers
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {
-    "episodes_per_batch": 16,
-    "group_size": 4,
-    "options": CollectorOptions(cycle=False),
-    "sampling": {"seed": 3},
-}
+OPTIONS = {"n": 16, "group_size": 4, "cycle": False, "sampling": {"seed": 3}}
 
 
 def pids_in(batches):
@@ -63,8 +59,7 @@ def test_two_workers_play_as_one_process_does(distributed):
         collector.update_policy_weights_(weights(2.0))
         assert collector.policy_version == 1
         stats = collector.stats()
-    with MultiTurnCollector(Talk, SeededEngine(), items(16), **OPTIONS) as single:
-        expected = list(single)
+    expected, _ = run_of(Talk, SeededEngine(), items(16), **OPTIONS)
     assert ledger(batches) == ledger(expected)
     ids = [set(batch["collector", "traj_ids"].tolist()) for batch in batches]
     assert len(set().union(*ids)) == sum(map(len, ids)) == stats["accepted"] == 64
@@ -80,42 +75,21 @@ def test_two_workers_play_as_one_process_does(distributed):
 
 
 def test_ten_deaths_lose_and_double_nothing(tmp_path):
-    unbalanced = []
-    flag = tmp_path / "all are killed"
-    data = [*items(39, sleep=0.02), {"k": 39, "wait_for": str(flag)}]
-    options = {**OPTIONS, "group_size": 2, "episodes_per_batch": 8}
-    with MultiProcessCollector(
-        Talk, slow_engine, data, num_collectors=2, max_restarts=10, **options
-    ) as collector:
+    rng = random.Random(1)
 
-        def destroy():
-            rng = random.Random(1)
-            for _ in range(10):
-                wait_until(lambda: pids_of(collector) and collector.stats()["running"])
-                time.sleep(0.1)
-                if pids := pids_of(collector):
-                    kill(rng.choice(pids))
-                if not balanced(stats := collector.stats()):
-                    unbalanced.append(stats)
-            flag.touch()
+    def die(collector):
+        wait_until(lambda: pids_of(collector) and collector.stats()["running"])
+        time.sleep(0.1)
+        if pids := pids_of(collector):
+            kill(rng.choice(pids))
 
-        with beside(destroy):
-            batches = list(collector)
-        stats = collector.stats()
-    assert sorted(ledger(batches)) == [(k, member) for k in range(40) for member in range(2)]
-    assert stats["accepted"] == 80
-    assert stats["rejected"] == stats["rejected/WorkerDied"] == stats["started"] - 80 > 0
-    assert not unbalanced
+    options = {**OPTIONS, "group_size": 2, "n": 8}
+    played_while_workers_die(in_processes, die, tmp_path, sleep=0.02, **options)
 
 
 def test_a_killed_actor_is_started_again_with_the_last_weights(distributed):
-    with distributed(
-        Talk,
-        slow_engine,
-        items(64, turns=3),
-        **{**OPTIONS, "options": CollectorOptions(cycle=True)},
-        max_staleness=1,
-    ) as collector:
+    options = {**OPTIONS, "cycle": True, "max_staleness": 1}
+    with distributed(Talk, slow_engine, items(64, turns=3), **options) as collector:
         iterator = iter(collector)
         pids = set()
         for version in range(6):
@@ -137,9 +111,7 @@ def test_a_killed_actor_is_started_again_with_the_last_weights(distributed):
 def test_weights_of_models_arrive():
     model = torch.nn.Linear(1, 1, bias=False)
     named = {"w": model.weight.detach().view(())}
-    with MultiProcessCollector(
-        Talk, SeededEngine, items(8), num_collectors=1, **OPTIONS
-    ) as collector:
+    with in_processes(Talk, SeededEngine, items(8), num_collectors=1, **OPTIONS) as collector:
         with torch.no_grad():
             model.weight.fill_(3.0)
         collector.update_policy_weights_(TensorDict(named))
@@ -151,36 +123,30 @@ def test_weights_of_models_arrive():
 
 def test_what_an_engine_cannot_be_made_of_is_raised():
     with pytest.raises(FileNotFoundError, match="no weights here") as caught:
-        MultiProcessCollector(Talk, broken_engine, items(2), num_collectors=2, **OPTIONS)
+        in_processes(Talk, broken_engine, items(2), **OPTIONS)
     assert "in broken_engine" in str(caught.value.__cause__)
     with pytest.raises(ImportError, match=r"policy_factory 'no\.such\.thing'"):
-        MultiProcessCollector(Talk, "no.such.thing", items(2), num_collectors=1, **OPTIONS)
+        in_processes(Talk, "no.such.thing", items(2), num_collectors=1, **OPTIONS)
 
 
 def test_errors_of_episodes_are_counted_with_their_traceback():
     name = "tests.collectors.distributed.played"
-    with MultiProcessCollector(
-        *(f"{name}.Refuses", f"{name}.SeededEngine", items(9)),
-        num_collectors=1,
-        max_consecutive_failures=3,
-        **OPTIONS,
-    ) as collector:
-        with pytest.raises(RuntimeError, match="ValueError: no such world") as caught:
-            next(iter(collector))
-        error = caught.value.__cause__
-        assert isinstance(error, ValueError)
-        assert "played.py" in str(error.__cause__)
-        assert collector.stats()["rejected/ValueError"] >= 3
+    options = {**OPTIONS, "num_collectors": 1, "max_consecutive_failures": 3}
+    error, stats = failed_run(
+        *("ValueError: no such world", f"{name}.Refuses", f"{name}.SeededEngine", items(9)),
+        make=MultiProcessCollector,
+        **options,
+    )
+    assert isinstance(error, ValueError)
+    assert "played.py" in str(error.__cause__)
+    assert stats["rejected/ValueError"] >= 3
 
 
 def test_an_item_that_kills_whoever_plays_it_is_named():
     data = [{"k": 0, "turns": 1, "dies": True, "name": "poison"}, *items(200)]
-    with (
-        MultiProcessCollector(
-            *(Talk, SeededEngine, data), num_collectors=1, max_restarts=2, **OPTIONS
-        ) as collector,
-        pytest.raises(RuntimeError, match=r"died 3 times in a row|poison"),
-    ):
+    options = {**OPTIONS, "num_collectors": 1, "max_restarts": 2}
+    named = pytest.raises(RuntimeError, match=r"died 3 times in a row|poison")
+    with in_processes(Talk, SeededEngine, data, **options) as collector, named:
         list(collector)
 
 
@@ -197,7 +163,7 @@ def test_time_runs_out_for_episodes_of_a_stopped_worker(monkeypatch):
     monkeypatch.setattr(workers, "_CLOSE_SECONDS", 0.5)
     data = items(8, turns=20, sleep=0.1)
     options = {**OPTIONS, "limits": Limits(episode_timeout=5.0), "max_retries": 99}
-    with MultiProcessCollector(Talk, SeededEngine, data, num_collectors=2, **options) as collector:
+    with in_processes(Talk, SeededEngine, data, **options) as collector:
         with beside(lambda: stop_one(collector, monkeypatch)):
             batches = list(collector)
         stats = collector.stats()
@@ -207,7 +173,7 @@ def test_time_runs_out_for_episodes_of_a_stopped_worker(monkeypatch):
 
 def test_episodes_of_a_stopped_worker_wait_for_it(monkeypatch, caplog):
     data = items(4, turns=20, sleep=0.1)
-    with MultiProcessCollector(Talk, SeededEngine, data, num_collectors=2, **OPTIONS) as collector:
+    with in_processes(Talk, SeededEngine, data, **OPTIONS) as collector:
 
         def stop_and_go():
             pid = stop_one(collector, monkeypatch)
@@ -228,17 +194,14 @@ def test_functions_that_no_module_has_are_sent():
     def accept(episode):
         return episode["next", "reward"].sum() > reward
 
-    with MultiProcessCollector(
-        lambda: Talk(), lambda: SeededEngine(), items(8), num_collectors=1, accept=accept, **OPTIONS
-    ) as collector:
+    env, engine, options = lambda: Talk(), lambda: SeededEngine(), {**OPTIONS, "num_collectors": 1}
+    with in_processes(env, engine, items(8), accept=accept, **options) as collector:
         batches = list(collector)
     assert all(step["next", "reward"] >= 0 for batch in batches for step in batch.unbind(0))
 
 
 def test_shutting_down_in_the_middle_leaves_nothing():
-    collector = MultiProcessCollector(
-        Talk, SeededEngine, items(64, sleep=1000.0), num_collectors=2, **OPTIONS
-    )
+    collector = in_processes(Talk, SeededEngine, items(64, sleep=1000.0), **OPTIONS)
     pids = pids_of(collector)
 
     def take():
@@ -256,7 +219,7 @@ def test_shutting_down_in_the_middle_leaves_nothing():
 
 
 def test_a_forgotten_collector_ends_its_processes():
-    collector = MultiProcessCollector(Talk, SeededEngine, items(4), num_collectors=2, **OPTIONS)
+    collector = in_processes(Talk, SeededEngine, items(4), **OPTIONS)
     pids = pids_of(collector)
     assert len(pids) == 2
     del collector
@@ -298,18 +261,11 @@ def test_processes_end_with_the_one_that_made_them(tmp_path, how):
 
 
 def test_actors_write_into_a_buffer_of_ray_and_give_back_what_they_reserve(ray_cluster):
-    from torchrl.data import ListStorage, RayReplayBuffer
-
-    buffer = RayReplayBuffer(
-        storage=lambda: ListStorage(1000), remote_config={"num_cpus": 0}, batch_size=4
-    )
-    with RayMultiTurnCollector(
-        *(Talk, SeededEngine, items(16, sleep=0.01)),
-        num_collectors=2,
-        remote_configs=[{"num_cpus": 1}, {"num_cpus": 0.5}],
-        replay_buffer=buffer,
-        **OPTIONS,
-    ) as collector:
+    storage, remote = partial(ListStorage, 1000), {"num_cpus": 0}
+    buffer = RayReplayBuffer(storage=storage, remote_config=remote, batch_size=4)
+    options = {**OPTIONS, "make": RayMultiTurnCollector, "num_collectors": 2}
+    options |= {"remote_configs": [{"num_cpus": 1}, {"num_cpus": 0.5}], "replay_buffer": buffer}
+    with collecting(Talk, SeededEngine, items(16, sleep=0.01), **options) as collector:
         assert ray_cluster.available_resources().get("CPU", 0) == 0.5
         collector.start()
         wait_until(lambda: collector.stats()["accepted"] == 64 and not collector.is_running)

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from tests.collectors.runs import collecting, failed_run, first_batch, run_of
+from tests.collectors.runs import collecting, failed_run, first_batch, played_to_the_end
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits
+from torchrl_mt.collectors import Limits
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.envs import TextEnv, TextStep
 
@@ -137,29 +137,21 @@ CHATS = [Plain, Inline, Async, Gathers]
 WORKFLOWS = [Workflow, GatheringWorkflow, TaskGroupWorkflow]
 CASES = [(env, where) for env in CHATS for where in ("reset", "step", "close")]
 CASES += [(env, where) for env in WORKFLOWS for where in ("reset", "step")]
+ERRORS = [("SystemExit", None), ("KeyboardInterrupt", 1)]
+"""And ``max_staleness``: the one and the other way to play, in turn."""
 
 
 def items(where, error):
     return [{"k": k, "where": where if k % 3 == 1 else None, "error": error} for k in range(9)]
 
 
-@pytest.mark.parametrize(("error", "staleness"), [("SystemExit", None), ("KeyboardInterrupt", 1)])
 @pytest.mark.parametrize(("env", "where"), CASES)
 @pytest.mark.parametrize("limits", first_fast(LIMITS))
-def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, staleness, caplog):
-    played = []
-    with collecting(
-        env,
-        engine,
-        items(where, error),
-        n=3,
-        cycle=False,
-        limits=LIMITS[limits],
-        max_staleness=staleness,
-    ) as collector:
-        for batch in collector:
-            played += [item["k"] for item in batch["data"]]
-            engine.update_weights(None)
+def test_who_leaves_fails_its_own_episode(engine, limits, env, where, caplog):
+    error, staleness = ERRORS[(CASES.index((env, where)) + list(LIMITS).index(limits)) % 2]
+    options = {"cycle": False, "limits": LIMITS[limits], "max_staleness": staleness}
+    with collecting(env, engine, items(where, error), n=3, **options) as collector:
+        played = played_to_the_end(collector)
         stats = collector.stats()
     lost = 0 if where == "close" else 3
     assert sorted(played) == [k for k in range(9) if not lost or k % 3 != 1]
@@ -173,11 +165,10 @@ def test_who_leaves_fails_its_own_episode(engine, limits, env, where, error, sta
 @pytest.mark.parametrize("limits", ["none", "all"])
 @pytest.mark.parametrize("env", first_fast([Gathers, Plain, GatheringWorkflow]))
 def test_an_evaluation_and_a_group_go_on_without_it(engine, env, limits, error):
-    with collecting(
-        env, engine, items("step", error), n=4, group_size=2, max_retries=1, limits=LIMITS[limits]
-    ) as collector:
+    data, options = items("step", error), {"max_retries": 1, "limits": LIMITS[limits]}
+    with collecting(env, engine, data, n=4, group_size=2, **options) as collector:
         batch = next(iter(collector))
-        evaluated = collector.evaluate(items("step", error), n=2)
+        evaluated = collector.evaluate(data, n=2)
         stats = collector.stats()
     assert (len(batch), len(evaluated)) == (4, 12)
     assert stats["eval/rejected"] == stats[f"eval/rejected/{error}"] == 12  # each tried twice
@@ -199,24 +190,6 @@ def test_data_that_leaves_is_heard_of(engine, staleness):
 
     with pytest.raises(SystemExit):
         first_batch(Inline, engine, data(), n=2, max_staleness=staleness)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_accept_that_leaves_rejects_its_episode(engine, is_async):
-    def accept(episode):
-        if episode["data"][0]["k"] % 3 == 1:
-            sys.exit(3)
-        return True
-
-    async def accept_later(episode):
-        return accept(episode)
-
-    options = {
-        "options": CollectorOptions(cycle=False),
-        "accept": accept_later if is_async else accept,
-    }
-    batches, stats = run_of(Inline, engine, items(None, None), n=3, **options)
-    assert (sum(map(len, batches)), stats["rejected/SystemExit"]) == (6, 3)
 
 
 def test_a_loop_goes_on_whatever_its_tasks_raise():

@@ -15,7 +15,6 @@ from tests.collectors.runs import collecting
 from tests.waiting import wait_until
 from torchrl_mt.collectors.event_loop import watchdog
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
-from torchrl_mt.envs import TextStep
 
 
 @pytest.fixture
@@ -27,18 +26,20 @@ def gate(monkeypatch):
     gate.set()
 
 
-def blocks_in_agent(gate, engine):
+ASK = {"messages": [{"role": "user", "content": "1"}]}
+
+
+def blocks_in_agent(gate):
     class Agent:
         async def run(self, data, *, base_url, api_key, http_client):
             gate.wait()
-            request = {"messages": [{"role": "user", "content": "1"}]}
-            (await http_client.post("/chat/completions", json=request)).raise_for_status()
+            (await http_client.post("/chat/completions", json=ASK)).raise_for_status()
             return 1.0
 
     return {"env": Agent()}
 
 
-def blocks_in_workflow(gate, engine):
+def blocks_in_workflow(gate):
     class Workflow:
         async def arun_episode(self, engine, data):
             gate.wait()
@@ -48,31 +49,23 @@ def blocks_in_workflow(gate, engine):
     return {"env": Workflow()}
 
 
-class Env(Once):
-    inline = False
+def blocks_in_environment(gate):
+    class Blocks(Once):
+        inline = False
 
-    def __init__(self, gate=None):
-        self.gate = gate
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.gate)
-
-
-def blocks_in_environment(gate, engine):
-    class Blocks(Env):
         async def step(self, response):
-            self.gate.wait()
-            return TextStep(reward=1.0, done=True)
+            gate.wait()
+            return super().step(response)
 
-    return {"env": Blocks(gate)}
+    return {"env": Blocks}
 
 
-def blocks_in_callable(gate, engine):
+def blocks_in_callable(gate):
     async def accept(episode):
         gate.wait()
         return True
 
-    return {"env": Env(), "accept": accept}
+    return {"env": Once, "accept": accept}
 
 
 def then(said, caplog, act):
@@ -91,8 +84,7 @@ def then(said, caplog, act):
     "block", [blocks_in_agent, blocks_in_workflow, blocks_in_environment, blocks_in_callable]
 )
 def test_it_is_said_with_the_stack(block, gate, engine, caplog):
-    options = block(gate, engine)
-    with collecting(options.pop("env"), engine, **options) as made:
+    with collecting(engine=engine, **block(gate)) as made:
         waiting = then("gate.wait()", caplog, gate.set)
         next(iter(made))
         waiting.join()

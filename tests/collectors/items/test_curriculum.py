@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
 from tests.collectors.runs import collecting
-from tests.collectors.scripted import ScriptedEngine
+from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.collectors import SuccessRateCurriculum, WeightedCurriculum
 from torchrl_mt.collectors.items.items import Items
@@ -49,9 +49,7 @@ def curriculum_of(kind, seed=0):
     if kind == "rate":
         return SuccessRateCurriculum(items, window=4, revisit=0.3, seed=seed)
     if kind == "weighted":
-        return WeightedCurriculum(
-            items, update=lambda weight, episodes: weight / 2 + len(episodes), seed=seed
-        )
+        return WeightedCurriculum(items, update=lambda w, e: w / 2 + len(e), seed=seed)
     return Recording()
 
 
@@ -64,13 +62,12 @@ def drive(items, steps, generator, open_items):
             item = next(items)
             open_items[item.ticket] = item.value
             given.append((item.ticket, dict(item.value)))
-        elif action == 1:
-            ticket = sorted(open_items)[generator.integers(len(open_items))]
-            del open_items[ticket]
+            continue
+        ticket = sorted(open_items)[generator.integers(len(open_items))]
+        del open_items[ticket]
+        if action == 1:
             items.done(ticket, [episode(r) for r in generator.integers(2, size=2)])
         else:
-            ticket = sorted(open_items)[generator.integers(len(open_items))]
-            del open_items[ticket]
             items.put_back(ticket)
     return given
 
@@ -123,15 +120,17 @@ def test_success_rates_keep_what_is_solved_sometimes():
     probability = [0.0, 0.5, 1.0, 0.5, 0.0]
     curriculum = SuccessRateCurriculum(range(5), revisit=0.1, seed=3)
     generator = np.random.default_rng(0)
-    first = [curriculum.next() for _ in range(5)]
+
+    def play(item):
+        curriculum.report(item, [episode(generator.random() < probability[item]) for _ in range(8)])
+
+    first, drawn = [curriculum.next() for _ in range(5)], []
     assert sorted(first) == [0, 1, 2, 3, 4]
     for item in first:
-        curriculum.report(item, [episode(generator.random() < probability[item]) for _ in range(8)])
-    drawn = []
+        play(item)
     for _ in range(600):
-        item = curriculum.next()
-        drawn.append(item)
-        curriculum.report(item, [episode(generator.random() < probability[item]) for _ in range(8)])
+        drawn.append(curriculum.next())
+        play(drawn[-1])
     outside = sum(item in (0, 2, 4) for item in drawn) / len(drawn)
     assert 0.05 < outside < 0.16
     assert curriculum.num_inside == 2
@@ -194,33 +193,26 @@ def test_a_curriculum_may_end():
     assert [item.value["number"] for item in Items(Ends())] == [0, 1]
 
 
+OF_TWO = SuccessRateCurriculum([1, 2]).state_dict()
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "match"),
+    ("call", "error", "text"),
     [
-        (lambda: SuccessRateCurriculum([]), ValueError, "at least one item"),
-        (lambda: SuccessRateCurriculum(iter([1])), TypeError, "a length and items by index"),
-        (lambda: SuccessRateCurriculum([1], 0.9, 0.1), ValueError, "low <= high, got 0.9 and 0.1"),
-        (
-            lambda: SuccessRateCurriculum([1], revisit=2),
-            ValueError,
-            "revisit must be a prob.* got 2",
-        ),
-        (lambda: SuccessRateCurriculum([1], window=0), ValueError, "window must be .* got 0"),
-        (lambda: WeightedCurriculum([1, 2], [1.0]), ValueError, r"each of the 2 items.*\(1,\)"),
-        (lambda: WeightedCurriculum([1, 2], [0, 0]), ValueError, "not all zero"),
-        (lambda: WeightedCurriculum([1, 2], [1, float("nan")]), ValueError, "finite"),
-        (lambda: Items(Recording(), shuffle=True), ValueError, "chooses its items itself"),
+        refused("at least one item", SuccessRateCurriculum, []),
+        refused("length and items by index", SuccessRateCurriculum, iter([1]), error=TypeError),
+        refused("low <= high, got 0.9 and 0.1", SuccessRateCurriculum, [1], 0.9, 0.1),
+        refused("revisit must be a prob… got 2", SuccessRateCurriculum, [1], revisit=2),
+        refused("window must be … got 0", SuccessRateCurriculum, [1], window=0),
+        refused("each of the 2 items…(1,)", WeightedCurriculum, [1, 2], [1.0]),
+        refused("not all zero", WeightedCurriculum, [1, 2], [0, 0]),
+        refused("finite", WeightedCurriculum, [1, 2], [1, float("nan")]),
+        refused("chooses its items itself", Items, Recording(), shuffle=True),
+        refused("one of 2 for 3", SuccessRateCurriculum([1, 2, 3]).load_state_dict, OF_TWO),
     ],
 )
-def test_bad_input_is_named(make, error, match):
-    with pytest.raises(error, match=match):
-        make()
-
-
-def test_a_state_is_of_as_many_items():
-    state = SuccessRateCurriculum([1, 2]).state_dict()
-    with pytest.raises(ValueError, match="one of 2 for 3"):
-        SuccessRateCurriculum([1, 2, 3]).load_state_dict(state)
+def test_bad_input_is_named(call, error, text):
+    check_refused(call, error, text)
 
 
 class Solves(Chat):
@@ -234,7 +226,7 @@ class Solves(Chat):
 
 
 @pytest.mark.parametrize("max_staleness", [None, 1])
-def test_a_collector_tells_the_curriculum_how_its_groups_went(tokenizer, max_staleness):
+def test_a_collector_tells_the_curriculum_how_its_groups_went(engine, max_staleness):
     class Three(Recording):
         def next(self):
             item = super().next()
@@ -244,16 +236,8 @@ def test_a_collector_tells_the_curriculum_how_its_groups_went(tokenizer, max_sta
             self.reports.append((item["id"], [float(e["next", "reward"].sum()) for e in episodes]))
 
     curriculum = Three()
-    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    with collecting(
-        Solves,
-        engine,
-        curriculum,
-        n=4,
-        group_size=2,
-        max_staleness=max_staleness,
-        max_consecutive_failures=100,
-    ) as collector:
+    options = {"max_staleness": max_staleness, "max_consecutive_failures": 100}
+    with collecting(Solves, engine, curriculum, n=4, group_size=2, **options) as collector:
         batches = iter(collector)
         for done in (4, 8):
             next(batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.transforms import Transform
 
 from tests.collectors.chats import Once
-from tests.collectors.runs import balanced, beside, collecting, first_batch
+from tests.collectors.runs import balanced, beside, collecting, first_batch, run_of, said
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT
 from tests.tiers import first_fast
@@ -24,6 +23,7 @@ from tests.waiting import PATIENCE, ctrl_c, wait_until
 from torchrl_mt.collectors import Limits, context
 from torchrl_mt.collectors.event_loop import loop_thread
 from torchrl_mt.collectors.event_loop.background_tasks import BackgroundTasks
+from torchrl_mt.collectors.playing.env_factory import resolve
 
 
 @pytest.fixture
@@ -59,13 +59,9 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
         def close(self):
             closed.set()
 
-    collector = collecting(
-        lambda: ChatEnv().append_transform(Hangs()),
-        engine,
-        [{"query": "guess"}],
-        max_consecutive_failures=1,
-        limits=Limits(**{name: LIMIT}, max_turns=2),
-    )
+    env, limits = lambda: ChatEnv().append_transform(Hangs()), Limits(**{name: LIMIT}, max_turns=2)
+    options = {"max_consecutive_failures": 1, "limits": limits}
+    collector = collecting(env, engine, [{"query": "guess"}], **options)
     with pytest.raises(RuntimeError, match=name):
         next(iter(collector))
     assert collector.stats()[f"rejected/{name}"] == 1
@@ -76,13 +72,11 @@ def test_a_hung_tool_of_a_chat_environment_costs_its_limit_and_no_more(
     assert closed.wait(PATIENCE)
 
 
+NO_LIMIT = [Limits(), Limits(tool_timeout=LIMIT, turn_timeout=LIMIT), Limits(episode_timeout=LIMIT)]
+
+
 @pytest.mark.parametrize("inner", ["thread", "async"])
-@pytest.mark.parametrize(
-    "limits",
-    first_fast(
-        [Limits(), Limits(tool_timeout=LIMIT, turn_timeout=LIMIT), Limits(episode_timeout=LIMIT)]
-    ),
-)
+@pytest.mark.parametrize("limits", first_fast(NO_LIMIT))
 def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, limits, inner):
     class Hangs(Once):
         inline = False
@@ -96,14 +90,8 @@ def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, 
             if self.data["hangs"]:
                 await asyncio.Event().wait()
 
-    with collecting(
-        Hangs if inner == "thread" else HangsAsync,
-        engine,
-        [{"hangs": True}, {"hangs": False}],
-        n=4,
-        total_episodes=8,
-        limits=limits,
-    ) as collector:
+    env, data = Hangs if inner == "thread" else HangsAsync, [{"hangs": True}, {"hangs": False}]
+    with collecting(env, engine, data, n=4, total_episodes=8, limits=limits) as collector:
         batches = list(collector)
         assert len(batches) == 2
         for batch in batches:
@@ -114,8 +102,7 @@ def test_a_close_that_hangs_holds_up_nothing(engine, hang, monkeypatch, caplog, 
         background = BackgroundTasks.of(collector._thread.loop)
         wait_until(lambda: len(background.pending) == 4)  # the others have closed
         monkeypatch.setattr(loop_thread, "CLOSE_SECONDS", 0.2)
-        caplog.set_level(logging.WARNING, logger="torchrl_mt")
-    assert "4 environments did not close within 0.2 seconds" in caplog.text
+    assert said(caplog, "4 environments did not close within 0.2 seconds")
 
 
 def test_shutdown_waits_for_a_close_as_long_as_it_is_told(engine, hang):
@@ -178,10 +165,8 @@ def test_a_close_that_fails_is_logged_once_and_costs_nothing(engine, caplog, inl
             raise error
 
     Fails.inline = inline
-    caplog.set_level(logging.WARNING, logger="torchrl_mt")
-    with collecting(Fails, engine, n=4, total_episodes=8) as collector:
-        assert sum(len(batch) for batch in collector) == 8
-    assert collector.stats()["accepted"] == collector.stats()["started"] == 8
+    batches, stats = run_of(Fails, engine, n=4, total_episodes=8)
+    assert sum(map(len, batches)) == stats["accepted"] == stats["started"] == 8
     (record,) = caplog.records
     assert "closing Fails failed" in record.message
     assert record.exc_info[1] is error
@@ -194,12 +179,11 @@ def test_an_environment_is_closed_where_the_tokenizer_cannot_talk(engine, hang):
         def close(self):
             closed.set()
 
-    class Silent:
-        def __call__(self, *_, **__):
-            raise OSError("no tokenizer")
+    def silent(*_, **__):
+        raise OSError("no tokenizer")
 
     with collecting(lambda: Closes(), engine, max_consecutive_failures=1) as collector:
-        collector._player._get_chat = Silent()
+        collector._player._get_chat = silent
         with pytest.raises(RuntimeError, match="OSError: no tokenizer"):
             next(iter(collector))
     assert closed.is_set()
@@ -325,14 +309,10 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down, idle_clock):
             return LateAsync() if is_async else Late()
         return Once()
 
-    with collecting(
-        factory,
-        engine,
-        [{"task_id": 0}, {"task_id": 1}],
-        max_concurrency=1,
-        max_consecutive_failures=2,
-        limits=Limits(episode_timeout=LIMIT),
-    ) as collector:
+    data = [{"task_id": 0}, {"task_id": 1}]
+    options = {"max_concurrency": 1, "max_consecutive_failures": 2}
+    limits = Limits(episode_timeout=LIMIT)
+    with collecting(factory, engine, data, limits=limits, **options) as collector:
         next(iter(collector))
         assert collector.stats()["rejected/episode_timeout"] == 1
         assert entered.is_set()
@@ -344,14 +324,10 @@ def test_what_is_made_too_late_is_closed(engine, is_async, down, idle_clock):
 
 def test_many_chat_environments_of_a_factory_share_one_adapter(engine):
     """Also if they are made at once: what they draw of a data loader is theirs together."""
-    from torchrl_mt.collectors.playing.env_factory import resolve
-
-    made = []
 
     def factory():
         time.sleep(0.05)
-        made.append(ChatEnv())
-        return made[-1]
+        return ChatEnv()
 
     make = resolve(factory)
     players = []

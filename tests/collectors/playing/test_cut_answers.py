@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.collectors.runs import collecting
+from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
 from torchrl_mt.collectors import Limits
@@ -52,8 +52,7 @@ def is_cut(engine):
 
 
 def play(env, engine, limits=LIMITS, **options):
-    with collecting(env, engine, limits=limits, **options) as made:
-        return next(iter(made))
+    return first_batch(env, engine, limits=limits, **options)[0]
 
 
 def rendered(tokenizer, dialogue):
@@ -62,10 +61,21 @@ def rendered(tokenizer, dialogue):
     )
 
 
+def sampled_in(batch, tokenizer):
+    """The sampled tokens of a batch's only row."""
+    rows = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
+    (tokens,), (mask,) = rows["tokens", "full"], rows["masks", "all_assistant_mask"]
+    return tokens[mask].tolist()
+
+
+def sampled_by(engine):
+    return [token for _, answer in engine.calls for token in answer.token_ids]
+
+
 def test_the_environment_hears_them_and_the_next_prompt_extends_them(engine, tokenizer, tmp_path):
     batch = play(Hears(), engine, dump_dir=tmp_path)
     assert len(batch) == len(engine.calls) == TURNS
-    dialogue, sampled = [{"role": "user", "content": "1 2"}], 0
+    dialogue = [{"role": "user", "content": "1 2"}]
     for step, (prompt, answer) in zip(batch.unbind(0), engine.calls, strict=True):
         # What a template writes of the whole dialogue, so a cut turn ends as any other.
         assert step["tokens", "prompt"].tolist() == prompt == rendered(tokenizer, dialogue)
@@ -73,18 +83,14 @@ def test_the_environment_hears_them_and_the_next_prompt_extends_them(engine, tok
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         assert step["info"]["heard"] == text
         dialogue += [{"role": "assistant", "content": text}, {"role": "user", "content": "3"}]
-        sampled += len(answer.token_ids)
     cut = ["length" if each else "stop" for each in is_cut(engine)]
     assert batch.get("finish_reason").tolist() == cut
     assert batch.get("stop_reason").tolist()[-1] == "done"
-    rows = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
-    assert len(rows) == 1
-    mask = rows["masks", "all_assistant_mask"][0]
-    answers = [token for _, answer in engine.calls for token in answer.token_ids]
-    assert rows["tokens", "full"][0][mask].tolist() == answers  # No end of a turn was made up.
+    assert sampled_in(batch, tokenizer) == sampled_by(engine)  # No end of a turn was made up.
     (line,) = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
     assert [turn["finish_reason"] for turn in line["turns"]] == cut
-    assert sum(turn["stop"] - turn["start"] for turn in line["turns"]) == sampled
+    spans = [turn["stop"] - turn["start"] for turn in line["turns"]]
+    assert sum(spans) == len(sampled_by(engine))
 
 
 def test_by_default_they_end_the_episode_unheard(engine):
@@ -135,7 +141,4 @@ def test_agents_are_told_and_go_on_as_they_like(engine, tokenizer, on_cut):
 
     batch = play(Agent(), engine, Limits(max_response_tokens=LONGEST, on_cut=on_cut))
     assert batch["turn", "parent"].tolist() == [*range(-1, TURNS - 1)]
-    row = MergeTurns(pad_token_id=tokenizer.pad_token_id)(batch)
-    mask = row["masks", "all_assistant_mask"][0]
-    answers = [token for _, answer in engine.calls for token in answer.token_ids]
-    assert row["tokens", "full"][0][mask].tolist() == answers
+    assert sampled_in(batch, tokenizer) == sampled_by(engine)

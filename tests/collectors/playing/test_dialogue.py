@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from itertools import pairwise
 
 import pytest
-import torch
 
 from tests.chat import families as f
 from tests.chat.families_in_play import stop_of, tokenizer_of
+from tests.collectors.runs import run_of
 from tests.collectors.scripted import ScriptedEngine
-from torchrl_mt.collectors import ChatOptions, CollectorOptions, MultiTurnCollector
+from torchrl_mt.collectors import ChatOptions
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 from torchrl_mt.transforms import MergeTurns
@@ -52,15 +51,24 @@ class Talk(TextEnv):
 
 
 def play(env, data, rule=None, tokenizer=None, **options):
-    """Play the items; return the batch, the prompts and answers in order, and the stats."""
+    """Play an item: the batch, the prompts and answers in order, the tokenizer, the stats."""
     tokenizer = tokenizer or tiny_chat_tokenizer(" ".join(WORDS))
-    rule = rule or (lambda prompt: tokenizer("w2 w3<end>")["input_ids"])
-    engine = ScriptedEngine(tokenizer, rule)
-    settings = {"episodes_per_batch": 1, "total_episodes": 1, "max_consecutive_failures": 1}
-    with MultiTurnCollector(env, engine, [data], **{**settings, **options}) as made:
-        (batch,) = made
-        calls = [(prompt, list(answer.token_ids)) for prompt, answer in engine.calls]
-        return batch, calls, tokenizer, made.stats()
+    engine = ScriptedEngine(tokenizer, rule or (lambda _: tokenizer("w2 w3<end>")["input_ids"]))
+    options = {"total_episodes": 1, "max_consecutive_failures": 1, **options}
+    (batch,), stats = run_of(env, engine, [data], **options)
+    return (
+        batch,
+        [(prompt, list(each.token_ids)) for prompt, each in engine.calls],
+        tokenizer,
+        stats,
+    )
+
+
+def failure_of(env, data, **options):
+    """The cause of the error that ends a run of one item."""
+    with pytest.raises(RuntimeError) as caught:
+        play(env, data, **options)
+    return caught.value.__cause__
 
 
 def test_a_history_takes_the_place_of_the_dialogue_and_starts_a_row():
@@ -103,9 +111,8 @@ def test_a_history_of_the_wrong_type_is_named():
         def step(self, response):
             return TextStep([user("w1")], history=["w0"])
 
-    with pytest.raises(RuntimeError) as caught:
-        play(Wrong(), {"opening": 1, "replies": [1, 1]})
-    assert "TextStep.history must be" in str(caught.value.__cause__)
+    failure = failure_of(Wrong(), {"opening": 1, "replies": [1, 1]})
+    assert "TextStep.history must be" in str(failure)
 
 
 def reference(calls, opening, replies, longest, count):
@@ -126,11 +133,8 @@ def test_a_prompt_that_is_too_long_loses_its_oldest_turns(seed):
     rng = random.Random(seed)
     opening, longest = rng.randint(1, 8), rng.randint(32, 48)
     replies = [rng.randint(1, 12) for _ in range(12)]
-    batch, calls, _, stats = play(
-        Talk(),
-        {"opening": opening, "replies": replies},
-        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
-    )
+    data, chat = {"opening": opening, "replies": replies}, ChatOptions(max_prompt_tokens=longest)
+    batch, calls, _, stats = play(Talk(), data, chat=chat)
     # An opening has its words, two tokens around them and <assistant>; a turn 4 and its reply's 3 more.
     count = lambda words, kept: words + 3 + sum(4 + replies[k] + 2 for k in kept)  # noqa: E731
     expected = reference(calls, opening, replies, longest, count)
@@ -141,10 +145,8 @@ def test_a_prompt_that_is_too_long_loses_its_oldest_turns(seed):
     assert stats["forks"] == cuts
     rows = MergeTurns()(batch)
     assert len(rows) == 1 + cuts
-    trained = rows["masks", "all_assistant_mask"]
-    assert torch.equal(
-        rows["tokens", "full"][trained], torch.tensor([t for _, answer in calls for t in answer])
-    )
+    trained = rows["tokens", "full"][rows["masks", "all_assistant_mask"]]
+    assert trained.tolist() == [t for _, answer in calls for t in answer]
 
 
 @pytest.mark.parametrize(
@@ -152,16 +154,8 @@ def test_a_prompt_that_is_too_long_loses_its_oldest_turns(seed):
     [(30, [1, 1], "the opening has 33 tokens"), (2, [1, 30, 1], "the newest turn have")],
 )
 def test_what_can_not_be_left_out_rejects_the_episode_by_name(opening, replies, what, caplog):
-    with (
-        caplog.at_level(logging.WARNING, logger="torchrl_mt"),
-        pytest.raises(RuntimeError) as caught,
-    ):
-        play(
-            Talk(),
-            {"opening": opening, "replies": replies},
-            options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=30)),
-        )
-    assert caught.value.__cause__.cause == "prompt_too_long"
+    data, chat = {"opening": opening, "replies": replies}, ChatOptions(max_prompt_tokens=30)
+    assert failure_of(Talk(), data, chat=chat).cause == "prompt_too_long"
     assert what in caplog.text
 
 
@@ -175,11 +169,7 @@ def test_a_family_that_rewrites_its_dialogues_is_shortened_too():
     _, whole, _, _ = play(Talk(), data, rule, tokenizer)
     longest = len(whole[0][0]) * 4
     _, calls, _, _ = play(
-        Talk(),
-        data,
-        rule,
-        tokenizer,
-        options=CollectorOptions(chat=ChatOptions(max_prompt_tokens=longest)),
+        Talk(), data, rule, tokenizer, chat=ChatOptions(max_prompt_tokens=longest)
     )
     lengths = [len(prompt) for prompt, _ in calls]
     assert max(lengths) <= longest < max(len(prompt) for prompt, _ in whole)
@@ -195,9 +185,5 @@ def test_what_is_no_text_is_refused_by_name(kind):
         def step(self, response):
             raise AssertionError("not reached")
 
-    with pytest.raises(RuntimeError) as caught:
-        play(Screen(), {})
-    assert (
-        f"messages must be text, since the model gets tokens alone, got a part of type '{kind}'"
-        in (str(caught.value.__cause__))
-    )
+    text = f"messages must be text, since the model gets tokens alone, got a part of type '{kind}'"
+    assert text in str(failure_of(Screen(), {}))

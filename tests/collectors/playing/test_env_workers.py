@@ -12,22 +12,17 @@ import pytest
 
 from tests.collectors.pictures import SeeingEngine, new_images
 from tests.collectors.playing.worker_envs import Async, Shows, Tells, Unimportable, no_environment
-from tests.collectors.runs import balanced, collecting, first_batch
+from tests.collectors.runs import balanced, first_batch, run_of
 from tests.tiers import first_fast
 from tests.waiting import wait_until
-from torchrl_mt.collectors import CollectorOptions, Limits
+from torchrl_mt.collectors import Limits
 from torchrl_mt.testing import tiny_vl_model
 from torchrl_mt.vision import StoredImage
 
 
-def collect(env, engine, data, **kwargs):
-    kwargs = {
-        "n": 4,
-        "max_consecutive_failures": 20,
-        "options": CollectorOptions(env_workers=2),
-        **kwargs,
-    }
-    return first_batch(env, engine, data, **kwargs)
+def collect(env, engine, data, **options):
+    options = {"n": 4, "max_consecutive_failures": 20, "env_workers": 2, **options}
+    return first_batch(env, engine, data, **options)
 
 
 def children():
@@ -76,19 +71,9 @@ def test_a_process_that_dies_takes_its_own_episodes_and_is_replaced(engine):
 @pytest.mark.slow
 def test_no_call_is_forgotten_where_processes_come_and_go(engine):
     data = [{"step": "exit"} if k % 4 == 0 else {} for k in range(24)]
-    with collecting(
-        Tells,
-        engine,
-        data,
-        n=12,
-        cycle=False,
-        env_workers=2,
-        max_retries=2,
-        max_consecutive_failures=1000,
-    ) as collector:
-        accepted = sum(len(batch) for batch in collector) // 2
-        stats = collector.stats()
-    assert stats["accepted"] == accepted
+    options = {"env_workers": 2, "max_retries": 2, "max_consecutive_failures": 1000}
+    batches, stats = run_of(Tells, engine, data, n=12, cycle=False, **options)
+    assert stats["accepted"] == sum(map(len, batches)) // 2
     assert balanced(stats, running=0)
     assert stats["rejected/EnvWorkerError"] >= 6 * 3
 
@@ -108,9 +93,8 @@ def test_what_goes_wrong_is_a_failure_of_its_episode(engine, where, what, cause)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["sys.exit", "raise", "exit"])
 def test_closing_that_goes_wrong_costs_nothing(engine, what):
-    batch, stats = collect(
-        Tells, engine, [{"close": what}, {}], options=CollectorOptions(env_workers=1), max_retries=5
-    )
+    data = [{"close": what}, {}]
+    batch, stats = collect(Tells, engine, data, env_workers=1, max_retries=5)
     assert len(batch) == 8
     assert stats["accepted"] == 4
     assert not children()
@@ -118,14 +102,8 @@ def test_closing_that_goes_wrong_costs_nothing(engine, what):
 
 @pytest.mark.slow
 def test_a_call_that_hangs_holds_up_nobody(engine):
-    limits = Limits(tool_timeout=1.0)
-    _, stats = collect(
-        Tells,
-        engine,
-        [{"step": "hang"}, {}],
-        options=CollectorOptions(env_workers=1),
-        limits=limits,
-    )
+    options = {"env_workers": 1, "limits": Limits(tool_timeout=1.0)}
+    _, stats = collect(Tells, engine, [{"step": "hang"}, {}], **options)
     assert stats["accepted"] == 4
     assert not children()
 

@@ -12,7 +12,7 @@ import torch
 from torchrl.envs import Transform
 from torchrl.envs.llm import ChatEnv
 
-from tests.collectors.runs import collecting, failed_run, first_batch
+from tests.collectors.runs import collecting, failed_run, first_batch, played
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import first_fast
 from torchrl_mt.envs import TextEnv, TextStep
@@ -109,17 +109,16 @@ def test_the_episode_is_played_again_then_replaced_as_after_any_failure(engine):
             return super().reset({"rewards": [1.0, math.nan if fails else k]})
 
     data = [{"k": k} for k in range(6)]
-    with collecting(
-        SometimesPays, engine, data, n=4, total_episodes=4, max_retries=1, max_concurrency=1
-    ) as made:
+    options = {"total_episodes": 4, "max_retries": 1, "max_concurrency": 1}
+    with collecting(SometimesPays, engine, data, n=4, **options) as made:
         (batch,) = made
         evaluated = made.evaluate(data)
-    assert [item["k"] for item in batch["data"][::2]] == [0, 1, 3, 4]
+    assert played(batch)[::2] == [0, 1, 3, 4]
     assert batch["next", "reward"].isfinite().all()
     stats = made.stats()
     assert (stats["accepted"], stats["rejected"], stats["rejected/ValueError"]) == (4, 3, 3)
     assert stats["started"] == 7
-    assert [item["k"] for item in evaluated["data"][::2]] == [0, 1, 3, 4, 5]
+    assert played(evaluated)[::2] == [0, 1, 3, 4, 5]
     assert stats["eval/rejected/ValueError"] == 2
 
 

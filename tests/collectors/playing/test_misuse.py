@@ -6,25 +6,18 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.collectors.chats import Once
 from tests.collectors.runs import collecting, failed_run, first_batch
 from torchrl_mt.collectors import Episode
 from torchrl_mt.collectors.statistics import episode_counts
-from torchrl_mt.envs import TextEnv, TextStep, ToolEnv
+from torchrl_mt.envs import TextStep, ToolEnv
 
 USER = {"role": "user", "content": "1"}
 
 
 def env(step=None, opening=USER):
-    class Env(TextEnv):
-        inline = True
-
-        def reset(self, data=None):
-            return [opening]
-
-        def step(self, response):
-            return step
-
-    return Env
+    methods = {"reset": lambda self, data=None: [opening], "step": lambda self, response: step}
+    return type("Env", (Once,), methods)
 
 
 class Agent:
@@ -58,23 +51,17 @@ MISUSES = [
 
 
 @pytest.mark.parametrize("max_staleness", [None, 1])
-@pytest.mark.parametrize(("played", "said"), MISUSES)
-def test_it_ends_the_run_at_once(engine, played, said, max_staleness):
+@pytest.mark.parametrize(("played", "told"), MISUSES)
+def test_it_ends_the_run_at_once(engine, played, told, max_staleness):
     options = {"n": 4, "max_concurrency": 1, "max_staleness": max_staleness}
-    _, stats = failed_run(f"An episode was rejected before .*{said}", played, engine, **options)
+    _, stats = failed_run(f"An episode was rejected before .*{told}", played, engine, **options)
     assert stats["started"] <= 5
 
 
 def test_it_rejects_one_episode_where_others_were_judged(engine):
-    class Odd(TextEnv):
-        inline = True
-
-        def reset(self, data=None):
-            self.reward = "1" if data["seed"] == 2 else 1.0
-            return [USER]
-
+    class Odd(Once):
         def step(self, response):
-            return TextStep(reward=self.reward, done=True)
+            return TextStep(reward="1" if self.data["seed"] == 2 else 1.0, done=True)
 
     batch, stats = first_batch(Odd, engine, n=4, max_concurrency=1)
     assert len(batch) == 4
@@ -100,6 +87,6 @@ def test_many_that_wait_are_one_line(caplog, monkeypatch):
             calls.enter_context(episode.calls.call("environment", "Slow.step"))
         counts.watch()
         counts.watch()
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert "for Slow.step for" in line
     assert "the longest of 128 that wait" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 
@@ -11,20 +10,13 @@ import pytest
 
 from tests.chat import families as f
 from tests.chat.families_in_play import call, stop_of, tokenizer_of
-from tests.collectors.runs import collecting, first_batch
+from tests.collectors.runs import first_batch, run_of, said
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.some_tools import Sums, add, look, says_seven
 from tests.idle_clock import LIMIT, hang
 from tests.pages import code_of
 from tests.tiers import first_fast
-from torchrl_mt.collectors import (
-    AgentOptions,
-    ChatOptions,
-    CollectorOptions,
-    Limits,
-    MultiTurnCollector,
-    context,
-)
+from torchrl_mt.collectors import AgentOptions, ChatOptions, Limits, MultiTurnCollector, context
 from torchrl_mt.collectors.playing import episode_player
 from torchrl_mt.envs import Arithmetic, TextEnv, TextStep, Tool, ToolEnv, calculate
 from torchrl_mt.testing import tiny_chat_tokenizer
@@ -37,20 +29,25 @@ def says(family, content="", *calls):
     return {**message, **({"reasoning_content": "so"} if family.opens else {})}
 
 
-def play(family, env, messages, data=ITEM, **collector):
+def play(family, env, messages, data=ITEM, **options):
     """An episode in which a model of a family answers so: the batch, the prompts, the stats."""
     tokenizer = tokenizer_of(family)
     texts = iter([family.say(message) + stop_of(family, message) for message in messages])
     stops = tokenizer.convert_tokens_to_ids([family.stop, family.call_stop or family.stop])
-    engine = ScriptedEngine(
-        tokenizer,
-        lambda prompt: tokenizer(next(texts), add_special_tokens=False)["input_ids"],
-        stops,
-    )
-    settings = {"episodes_per_batch": 1, "total_episodes": 1, "max_consecutive_failures": 1}
-    with MultiTurnCollector(env, engine, [data], **{**settings, **collector}) as made:
-        (batch,) = made
-        return batch, [tokenizer.decode(prompt) for prompt, _ in engine.calls], made.stats()
+
+    def answer(prompt):
+        return tokenizer(next(texts), add_special_tokens=False)["input_ids"]
+
+    engine = ScriptedEngine(tokenizer, answer, stops)
+    options = {"total_episodes": 1, "max_consecutive_failures": 1, **options}
+    (batch,), stats = run_of(env, engine, [data], **options)
+    return batch, [tokenizer.decode(prompt) for prompt, _ in engine.calls], stats
+
+
+def play_calls(env, *calls, data=ITEM, **options):
+    """The same of a model that makes these calls, and says 7 when it has the results."""
+    messages = [says(f.QWEN25, "", *calls), says(f.QWEN25, "7")]
+    return play(f.QWEN25, env, messages, data, **options)
 
 
 def engine_that_repeats_results(family, calls):
@@ -73,11 +70,8 @@ def rewards(batch):
     return batch["next", "reward"].flatten().tolist()
 
 
-FAMILIES = [
-    *(f.QWEN25, f.LLAMA31, f.MISTRAL, f.GPT_OSS, f.DEEPSEEK_R1),
-    *(each for each in f.FAMILIES if each.calls),
-]
-FAMILIES = list(dict.fromkeys(FAMILIES))
+FAMILIES = [f.QWEN25, f.LLAMA31, f.MISTRAL, f.GPT_OSS, f.DEEPSEEK_R1]
+FAMILIES = list(dict.fromkeys([*FAMILIES, *(each for each in f.FAMILIES if each.calls)]))
 
 
 @pytest.mark.parametrize("family", first_fast(FAMILIES, 5), ids=lambda family: family.name)
@@ -88,19 +82,10 @@ def test_an_episode_of_tools(family):
         dialogues.append(messages)
         return float(messages[-1]["content"] == data["answer"])
 
-    several = [call("add", a=3, b=4), call("look", q="é b", n=2)]
-    if not family.several:
-        several = several[:1]
+    several = [call("add", a=3, b=4), call("look", q="é b", n=2)][: 2 if family.several else 1]
+    messages = [says(family, "", *several), says(family, "", call("find", q="x"))]
     env = ToolEnv([add, look], reward=judge)
-    batch, prompts, stats = play(
-        family,
-        env,
-        [
-            says(family, "", *several),
-            says(family, "", call("find", q="x")),
-            says(family, "7"),
-        ],
-    )
+    batch, prompts, stats = play(family, env, [*messages, says(family, "7")])
     assert rewards(batch) == [0.0, 0.0, 1.0]
     assert stats["accepted"] == stats["started"] == 1
     assert batch["info"][-1] == {"calls": len(several) + 1, "errors": 1}
@@ -108,31 +93,27 @@ def test_an_episode_of_tools(family):
     error = "error: there is no tool 'find'; the tools are add, look"
     (dialogue,) = dialogues
     assert [m["content"] for m in dialogue if m["role"] == "tool"] == [*results, error]
-    assert [m["role"] for m in dialogue] == [
-        *("user", "assistant", *["tool"] * len(several), "assistant", "tool", "assistant")
-    ]
+    roles = ["user", "assistant", *["tool"] * len(several), "assistant", "tool", "assistant"]
+    assert [m["role"] for m in dialogue] == roles
     # What the template writes of a result: as it is, or as JSON.
     for prompt, shown in ((prompts[1], results), (prompts[2], [error])):
         behind = prompt[len(prompts[0]) :]
-        places = [
-            max(behind.find(text), behind.find(json.dumps(text, ensure_ascii=False)))
-            for text in shown
-        ]
+        forms = [(text, json.dumps(text, ensure_ascii=False)) for text in shown]
+        places = [max(map(behind.find, texts)) for texts in forms]
         assert min(places) >= 0
         assert places == sorted(places)
 
 
 def test_the_schemas_reach_the_prompt():
-    family, schemas = f.QWEN25, ToolEnv([add, look], reward=says_seven).tool_schemas
     env = ToolEnv([add, look], reward=says_seven)
     for made in (env, lambda: env, Sums):
-        _, (prompt,), _ = play(family, made, [says(family, "7")])
+        _, (prompt,), _ = play(f.QWEN25, made, [says(f.QWEN25, "7")])
         told = prompt.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
-        assert list(map(json.loads, told))[:2] == schemas
+        assert list(map(json.loads, told))[:2] == env.tool_schemas
     # Arguments without quotes have the types that the schemas declare.
     coder = f.QWEN3_CODER
-    said = [says(coder, "", call("look", q="3", n=2)), says(coder, "7")]
-    _, prompts, _ = play(coder, env, said)
+    messages = [says(coder, "", call("look", q="3", n=2)), says(coder, "7")]
+    _, prompts, _ = play(coder, env, messages)
     assert '{"found": ["3", "3"]}' in prompts[1]
 
 
@@ -147,9 +128,8 @@ def test_the_schemas_reach_the_prompt():
     ids=["instance", "class", "name", "callable"],
 )
 def test_every_form_of_an_environment(env, kwargs):
-    family = f.QWEN25
-    said = [says(family, "", call("add", a=3, b=4), call("add", a=1, b=2)), says(family, "7")]
-    batch, prompts, _ = play(family, env, said, options=CollectorOptions(workflow_kwargs=kwargs))
+    calls = call("add", a=3, b=4), call("add", a=1, b=2)
+    batch, prompts, _ = play_calls(env, *calls, workflow_kwargs=kwargs)
     assert rewards(batch) == [0.0, 1.0]
     assert batch["info"][-1] == {"calls": 2, "errors": 1}
     assert "only 1 calls are allowed" in prompts[1]
@@ -160,13 +140,10 @@ def test_copies_of_an_environment_do_not_mix_up_their_episodes():
         asked = prompt.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
         return call("add", a=int(asked), b=1)
 
-    env = ToolEnv([add], reward=says_seven)
-    data = [
-        {"messages": [{"role": "user", "content": str(k)}], "answer": str(k + 1)} for k in range(8)
-    ]
-    batch, _ = first_batch(
-        env, engine_that_repeats_results(f.QWEN25, calls), data, n=16, group_size=2, cycle=False
-    )
+    env, engine = ToolEnv([add], reward=says_seven), engine_that_repeats_results(f.QWEN25, calls)
+    asked = [[{"role": "user", "content": str(k)}] for k in range(8)]
+    data = [{"messages": messages, "answer": str(k + 1)} for k, messages in enumerate(asked)]
+    batch, _ = first_batch(env, engine, data, n=16, group_size=2, cycle=False)
     assert rewards(batch) == [0.0, 1.0] * 16
     assert list(batch["info"]) == [{"calls": 1, "errors": 0}] * 32
 
@@ -176,9 +153,8 @@ def test_a_tool_that_hangs_is_told_and_the_episode_goes_on(idle_clock):
         """Never end."""
         await hang()
 
-    family, env = f.QWEN25, ToolEnv([stuck], reward=says_seven, tool_timeout=LIMIT / 2)
-    said = [says(family, "", call("stuck")), says(family, "7")]
-    batch, prompts, _ = play(family, env, said, limits=Limits(tool_timeout=5 * LIMIT))
+    env = ToolEnv([stuck], reward=says_seven, tool_timeout=LIMIT / 2)
+    batch, prompts, _ = play_calls(env, call("stuck"), limits=Limits(tool_timeout=5 * LIMIT))
     assert rewards(batch) == [0.0, 1.0]
     assert f"error: stuck did not answer within {LIMIT / 2:g} seconds" in prompts[1]
 
@@ -199,11 +175,9 @@ def test_an_exit_of_a_tool_rejects_the_episode(error, is_async):
         return leave()
 
     tool = Tool(leave_async, {"name": "leave"}) if is_async else leave
-    family, env = f.QWEN25, ToolEnv([tool], reward=says_seven)
-    asks = says(family, "", call("leave"))
-    batch, _, stats = play(
-        family, env, [asks, asks, says(family, "7")], max_consecutive_failures=2, max_retries=1
-    )
+    env, options = ToolEnv([tool], reward=says_seven), {"max_consecutive_failures": 2}
+    messages = [says(f.QWEN25, "", call("leave"))] * 2 + [says(f.QWEN25, "7")]
+    batch, _, stats = play(f.QWEN25, env, messages, max_retries=1, **options)
     assert rewards(batch) == [0.0, 1.0]
     assert stats["rejected"] == stats[f"rejected/{type(error).__name__}"] == 1
 
@@ -219,9 +193,8 @@ def test_tools_know_their_episode():
         """Tell the episode."""
         seen.append((context.get().task_id, False))
 
-    family, env = f.QWEN25, ToolEnv([who, who_async], reward=says_seven)
-    said = [says(family, "", call("who"), call("who_async")), says(family, "7")]
-    play(family, env, said, {**ITEM, "task_id": "t-7"})
+    env = ToolEnv([who, who_async], reward=says_seven)
+    play_calls(env, call("who"), call("who_async"), data={**ITEM, "task_id": "t-7"})
     assert seen == [("t-7", False)] * 2
 
 
@@ -240,32 +213,20 @@ def test_the_page_on_environments_has_a_task_that_can_be_solved():
 # ---- the schemas and the chat template ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_tools_may_not_be_given_twice(late):
+@pytest.mark.parametrize(("late", "error"), [(False, ValueError), (True, RuntimeError)])
+def test_tools_may_not_be_given_twice(late, error):
     env = ToolEnv([add], reward=says_seven)
-    given = (lambda: env) if late else env
-    with pytest.raises(
-        RuntimeError if late else ValueError,
-        match=r'template_kwargs\["tools"\] must not be given with an environment that has tools .*\.$',
-    ):
-        play(
-            f.QWEN25,
-            given,
-            [says(f.QWEN25, "7")],
-            options=CollectorOptions(chat=ChatOptions(template_kwargs={"tools": [look]})),
-        )
+    match = r'template_kwargs\["tools"\] must not be given with an environment that has tools .*\.$'
+    chat = ChatOptions(template_kwargs={"tools": [look]})
+    with pytest.raises(error, match=match):
+        play(f.QWEN25, (lambda: env) if late else env, [says(f.QWEN25, "7")], chat=chat)
 
 
 def test_other_variables_of_the_template_stay():
-    family, env = f.QWEN3, ToolEnv([add], reward=says_seven)
+    env = ToolEnv([add], reward=says_seven)
     for enable in (True, False):
-        kwargs = {"tools": None, "enable_thinking": enable}
-        _, (prompt,), _ = play(
-            family,
-            env,
-            [says(family, "7")],
-            options=CollectorOptions(chat=ChatOptions(template_kwargs=kwargs)),
-        )
+        chat = ChatOptions(template_kwargs={"tools": None, "enable_thinking": enable})
+        _, (prompt,), _ = play(f.QWEN3, env, [says(f.QWEN3, "7")], chat=chat)
         assert '"name": "add"' in prompt
         assert prompt.endswith("<think>\n\n</think>\n\n") == (not enable)
 
@@ -282,13 +243,10 @@ class Offers(TextEnv):
 
 
 def test_every_episode_may_have_tools_of_its_own():
-    family = f.QWEN25
-    tokenizer = tokenizer_of(family)
-    answer = tokenizer("7<|im_end|>")["input_ids"]
-    engine = ScriptedEngine(tokenizer, lambda prompt: answer)
+    tokenizer = tokenizer_of(f.QWEN25)
+    engine = ScriptedEngine(tokenizer, lambda prompt: tokenizer("7<|im_end|>")["input_ids"])
     named = [[], [Tool(add).schema], [Tool(look).schema, Tool(add).schema]]
-    data = [{**ITEM, "tools": tools} for tools in named]
-    batch, _ = first_batch(Offers(), engine, data, n=6)
+    batch, _ = first_batch(Offers(), engine, [{**ITEM, "tools": tools} for tools in named], n=6)
     prompts = [tokenizer.decode(row["tokens", "prompt"]) for row in batch.unbind(0)]
     assert len(prompts) == 6
     for k, prompt in enumerate(prompts):
@@ -306,13 +264,9 @@ def test_the_last_tokens_of_many_tools_are_kept(monkeypatch):
             made.append(self.template_kwargs["tools"][0]["function"]["name"])
             return super().tokens(tokenizer, **options)
 
-    player = episode_player.EpisodePlayer(
-        lambda: None,
-        ScriptedEngine(tokenizer_of(f.QWEN25), list),
-        limits=Limits(),
-        chat=Counted(),
-        agents=AgentOptions(),
-    )
+    engine, options = ScriptedEngine(tokenizer_of(f.QWEN25), list), {"agents": AgentOptions()}
+    options |= {"limits": Limits(), "chat": Counted()}
+    player = episode_player.EpisodePlayer(lambda: None, engine, **options)
     for name in "abbacab":
         player._get_chat([Tool(lambda: None, {"name": name}).schema])
     assert made == ["a", "b", "c", "b"]
@@ -332,12 +286,8 @@ def test_it_is_said_if_the_template_reads_no_tools_unless_the_environment_parses
 
     env = ToolEnv([add], reward=says_seven, parser=parse if own else None)
     item = {"messages": [{"role": "user", "content": "3 4"}]}
-    with (
-        caplog.at_level(logging.WARNING, "torchrl_mt"),
-        collecting(env, engine, [item]) as collector,
-    ):
-        batch = next(iter(collector))
-    assert sum("reads no tools" in record.message for record in caplog.records) == (not own)
+    batch, _ = first_batch(env, engine, [item])
+    assert len(said(caplog, "reads no tools")) == (not own)
     if not own:  # A call in a notation that no family has.
         assert rewards(batch) == [0.0]
         return
@@ -350,18 +300,13 @@ def test_it_is_said_if_the_template_reads_no_tools_unless_the_environment_parses
 @pytest.mark.slow
 @pytest.mark.parametrize("env", [Sums, Sums()], ids=["class", "instance"])
 def test_tools_run_in_other_processes(env):
-    family = f.QWEN25
-    said = [
-        says(family, "", call("add", a=3, b=4), call("whereabouts"), call("find")),
-        says(family, "7"),
-    ]
-    batch, prompts, _ = play(family, env, said, options=CollectorOptions(env_workers=1))
+    calls = call("add", a=3, b=4), call("whereabouts"), call("find")
+    batch, prompts, _ = play_calls(env, *calls, env_workers=1)
     assert rewards(batch) == [0.0, 1.0]
     assert batch["info"][-1] == {"calls": 3, "errors": 1}
     assert '"name": "whereabouts"' in prompts[0]
-    shown = [
-        part.split("\n</tool_response>")[0] for part in prompts[1].split("<tool_response>\n")[1:]
-    ]
+    told = prompts[1].split("<tool_response>\n")[1:]
+    shown = [part.split("\n</tool_response>")[0] for part in told]
     assert shown[0] == "7"
     assert int(shown[1]) != os.getpid()
     assert shown[2].startswith("error: there is no tool 'find'")

@@ -44,6 +44,11 @@ def played_with(**entries):
     return TensorDict({"next": {"reward": torch.ones(1, 1)}, **entries}, [1])
 
 
+def rewarded(rewards):
+    """What a workflow returns as TED."""
+    return TensorDict({"next": {"reward": torch.tensor(rewards)[:, None]}}, [len(rewards)])
+
+
 @pytest.mark.parametrize(
     ("result", "rewards"),
     [
@@ -52,7 +57,7 @@ def played_with(**entries):
         (torch.tensor(2.0), [0, 0, 2]),
         ([1, 2, 3], [1, 2, 3]),
         (torch.tensor([1.0, 2.0, 3.0]), [1, 2, 3]),
-        (TensorDict({"next": {"reward": torch.tensor([[1.0], [2.0], [3.0]])}}, [3]), [1, 2, 3]),
+        (rewarded([1.0, 2.0, 3.0]), [1, 2, 3]),
     ],
 )
 def test_results_are_rewards(engine, result, rewards):
@@ -66,21 +71,11 @@ def test_results_are_rewards(engine, result, rewards):
 
 
 def test_entries_of_a_tensordict_are_kept(engine):
-    extra = TensorDict(
-        {
-            "score": torch.arange(3.0),
-            "next": {"reward": torch.ones(3, 1), "done": torch.ones(3, 1)},
-        },
-        [3],
-    )
+    following = {"reward": torch.ones(3, 1), "done": torch.ones(3, 1)}
+    extra = TensorDict({"score": torch.arange(3.0), "next": following}, [3])
     batch, _ = first_batch(Play(extra), engine, n=2)
     assert batch["score"].tolist() == [0, 1, 2] * 2
     assert batch["next", "done"].flatten().tolist() == [False, False, True] * 2
-
-
-def rewarded(rewards):
-    """What a workflow returns as TED."""
-    return TensorDict({"next": {"reward": torch.tensor(rewards)[:, None]}}, [len(rewards)])
 
 
 FINITE = "a workflow must return finite rewards, as float32, got"
@@ -189,43 +184,18 @@ def test_limits_end_a_workflow(engine, limits, reason, turns):
     assert not batch["next", "terminated"].any()
 
 
-def test_names_and_classes_are_resolved(engine):
-    here = __name__
-    for env, kwargs in (
+@pytest.mark.parametrize(
+    ("env", "kwargs"),
+    [
         (Play, None),
         (Play, {"calls": 2}),
-        (f"{here}.Play", {"calls": 2}),
-        (f"{here}:Play", None),
-    ):
-        batch, _ = first_batch(env, engine, workflow_kwargs=kwargs)
-        assert len(batch) == (kwargs or {"calls": 3})["calls"]
-
-
-@pytest.mark.parametrize(
-    ("env", "kwargs", "error", "message"),
-    [
-        ("Play", None, ImportError, r'"package.module.Class", got \'Play\''),
-        ("no_such.module.Play", None, ImportError, "importing the module 'no_such.module' failed"),
-        (
-            "torchrl_mt.envs.NoEnv",
-            None,
-            ImportError,
-            r"has no 'NoEnv'; its classes are \[.*'GuessNumber'",
-        ),
-        (Play(), {"calls": 2}, TypeError, "workflow_kwargs are for a class"),
-        (object, None, TypeError, "got the class object"),
-        (3, None, TypeError, "got int"),
-        (
-            type("Plain", (), {"arun_episode": lambda *_: 1}),
-            None,
-            TypeError,
-            "must be an async method",
-        ),
+        (f"{__name__}.Play", {"calls": 2}),
+        (f"{__name__}:Play", None),
     ],
 )
-def test_what_cannot_play_is_refused_by_name(env, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        resolve(env, kwargs)
+def test_names_and_classes_are_resolved(engine, env, kwargs):
+    batch, _ = first_batch(env, engine, workflow_kwargs=kwargs)
+    assert len(batch) == (kwargs or {"calls": 3})["calls"]
 
 
 class Room(TextEnv):
@@ -241,36 +211,46 @@ class Room(TextEnv):
         return TextStep(done=True)
 
 
+NOT_ASYNC = type("Plain", (), {"arun_episode": lambda *_: 1})
+
+
 @pytest.mark.parametrize(
-    ("env", "kwargs", "message"),
+    ("env", "kwargs", "error", "message"),
     [
-        (Room, {}, r"Room\(size, \*, doors=1\).*missing a required argument: 'size'"),
-        (Room, {"size": 1, "door": 2}, "unexpected keyword argument 'door'"),
-        (f"{__name__}.Room", {"size": 1, "door": 2}, "unexpected keyword argument 'door'"),
-        (Play, {"call": 2}, "unexpected keyword argument 'call'"),
-        (ChatEnv, {"batchsize": 2}, "unexpected keyword argument 'batchsize'"),
-        (TextEnv, {}, r"TextEnv has no \['reset', 'step'\]"),
-        (lambda size: Room(size), None, "must be called without arguments: .*'size'"),
+        ("Play", None, ImportError, r'"package.module.Class", got \'Play\''),
+        ("no_such.module.Play", None, ImportError, "importing the module 'no_such.module' failed"),
+        (
+            "torchrl_mt.envs.No",
+            None,
+            ImportError,
+            r"has no 'No'; its classes are \[.*'GuessNumber'",
+        ),
+        (Play(), {"calls": 2}, TypeError, "workflow_kwargs are for a class"),
+        (object, None, TypeError, "got the class object"),
+        (3, None, TypeError, "got int"),
+        (NOT_ASYNC, None, TypeError, "must be an async method"),
+        (Room, {}, TypeError, r"Room\(size, \*, doors=1\).*missing a required argument: 'size'"),
+        (Room, {"size": 1, "door": 2}, TypeError, "unexpected keyword argument 'door'"),
+        (f"{__name__}.Room", {"size": 1, "door": 2}, TypeError, "unexpected keyword .* 'door'"),
+        (Play, {"call": 2}, TypeError, "unexpected keyword argument 'call'"),
+        (ChatEnv, {"batchsize": 2}, TypeError, "unexpected keyword argument 'batchsize'"),
+        (TextEnv, {}, TypeError, r"TextEnv has no \['reset', 'step'\]"),
+        (lambda size: Room(size), None, TypeError, "must be called without arguments: .*'size'"),
+        (Room(1), None, TypeError, r"Room.*cannot pickle.*lambda: Room\(\.\.\.\)"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_play(env, kwargs, message):
-    with pytest.raises(TypeError, match=message):
+def test_what_cannot_play_or_be_made_is_refused_before_play(env, kwargs, error, message):
+    with pytest.raises(error, match=message) as caught:
         resolve(env, kwargs)
-
-
-def test_what_cannot_be_copied_is_refused_before_play():
-    with pytest.raises(TypeError, match=r"Room.*cannot pickle.*lambda: Room\(\.\.\.\)") as caught:
-        resolve(Room(1))
-    assert isinstance(caught.value.__cause__, TypeError)
+    assert "cannot pickle" not in message or isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("code", ["undefined", "1 / 0", "import no_such_module", "def"])
 def test_a_module_that_fails_is_named(tmp_path, monkeypatch, code):
     (tmp_path / "broken_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ImportError, match=r"env 'broken_module\.Env': importing .* failed"
-    ) as caught:
+    match = r"env 'broken_module\.Env': importing .* failed"
+    with pytest.raises(ImportError, match=match) as caught:
         resolve("broken_module.Env")
     assert type(caught.value.__cause__).__name__ in caught.value.args[0]
 
@@ -295,10 +275,7 @@ def test_each_episode_has_its_own_context(engine):
     trained, evaluated = seen[:12], seen[12:]
     assert all(ctx.task_id == k and ctx.group % 1_000_000 == k for k, ctx in trained)
     assert {(ctx.is_eval, ctx.version) for _, ctx in trained} == {(False, 4)}
-    assert [(k, ctx.is_eval) for k, ctx in sorted(evaluated, key=lambda e: e[0])] == [
-        (0, True),
-        (1, True),
-    ]
+    assert sorted((k, ctx.is_eval) for k, ctx in evaluated) == [(0, True), (1, True)]
     with pytest.raises(LookupError, match="no episode is being played"):
         context.get()
 
@@ -318,9 +295,8 @@ def test_members_are_told_apart_by_the_names_that_a_dump_has_for_them(engine, tm
             return await super().arun_episode(engine, data)
 
     data, retried = [{"task_id": k} for k in range(3)], set()
-    with collecting(
-        Looks(), engine, data, n=6, group_size=2, max_retries=1, dump_dir=tmp_path
-    ) as collector:
+    options = {"group_size": 2, "max_retries": 1, "dump_dir": tmp_path}
+    with collecting(Looks(), engine, data, n=6, **options) as collector:
         batch = next(iter(collector))
         retried.clear()
         evaluated = collector.evaluate(data, 2)
@@ -363,9 +339,8 @@ def test_entries_unlike_the_first_episode_s_reject_that_episode_alone(engine, ot
 def test_evaluation_has_entries_of_its_own(engine):
     env = Play(lambda data: played_with(**data), calls=1)
     scored, ranked = {"score": torch.ones(1)}, {"rank": torch.ones(1)}
-    with collecting(
-        env, engine, [scored], max_consecutive_failures=2, max_concurrency=1
-    ) as collector:
+    options = {"max_consecutive_failures": 2, "max_concurrency": 1}
+    with collecting(env, engine, [scored], **options) as collector:
         assert next(iter(collector))["score"].tolist() == [1]
         batch = collector.evaluate([ranked, scored])
         assert batch["rank"].tolist() == [1]

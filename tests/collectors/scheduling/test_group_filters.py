@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import collecting
+from tests.collectors.runs import collecting, first_batch, played
 from torchrl_mt.collectors import context, has_spread
 
 
@@ -22,7 +22,7 @@ class Graded(Chat):
         return step
 
 
-def items(n, every):
+def items(n, every=1):
     return [{"turns": 1, "k": k, "spread": int(k % every == 0)} for k in range(n)]
 
 
@@ -51,21 +51,13 @@ def test_refused_groups_are_counted_and_others_take_their_place(
     async def later(episodes):
         return has_spread(episodes)
 
-    with collecting(
-        Graded,
-        engine,
-        items(30, every=3),
-        n=4,
-        group_size=2,
-        accept_group=later if is_async else has_spread,
-        progress=True,
-        cycle=False,
-        max_staleness=staleness,
-    ) as collector:
-        seen = []
+    options = {"accept_group": later if is_async else has_spread, "max_staleness": staleness}
+    options |= {"n": 4, "group_size": 2, "progress": True, "cycle": False}
+    seen = []
+    with collecting(Graded, engine, items(30, every=3), **options) as collector:
         for batch in collector:
             assert len(batch) == 4
-            seen += [item["k"] for item in batch["data"]]
+            seen += played(batch)
             engine.update_weights(None)
     stats = collector.stats()
     assert sorted(set(seen)) == list(range(0, 30, 3))
@@ -82,11 +74,10 @@ def test_a_group_is_judged_whole_and_in_order(engine):
         seen.append([(e["data"][0]["k"], float(e["next", "reward"].sum())) for e in episodes])
         return True
 
-    with collecting(
-        Graded, engine, items(3, every=1), n=9, group_size=3, accept_group=accept_group, cycle=False
-    ) as collector:
+    options = {"group_size": 3, "accept_group": accept_group, "cycle": False}
+    with collecting(Graded, engine, items(3), n=9, **options) as collector:
         next(iter(collector))
-        collector.evaluate(items(2, every=1), n=2)  # is not judged
+        collector.evaluate(items(2), n=2)  # is not judged
     assert sorted(seen) == [[(k, 0.0), (k, 1.0), (k, 2.0)] for k in range(3)]
 
 
@@ -94,16 +85,9 @@ def test_a_group_is_judged_whole_and_in_order(engine):
 @pytest.mark.parametrize(("attempts", "tried"), [(None, 20), (5, 5)])
 def test_a_run_that_refuses_everything_stops_and_may_go_on(engine, attempts, tried, staleness):
     accepted = []
-    with collecting(
-        Graded,
-        engine,
-        items(7, every=100),
-        n=4,
-        group_size=2,
-        accept_group=lambda episodes: any(accepted),
-        total_attempts=attempts,
-        max_staleness=staleness,
-    ) as collector:
+    options = {"total_attempts": attempts, "max_staleness": staleness, "n": 4, "group_size": 2}
+    options["accept_group"] = lambda episodes: bool(accepted)
+    with collecting(Graded, engine, items(7, every=100), **options) as collector:
         with pytest.raises(RuntimeError, match=f"refused {tried} of the {tried} groups"):
             next(collector.iterator())
         assert collector.stats()["groups/refused"] >= tried
@@ -116,11 +100,9 @@ def test_one_that_raises_refuses_by_its_cause(engine):
     def accept_group(episodes):
         return 1 / episodes[0]["data"][0]["spread"]
 
-    with collecting(
-        Graded, engine, items(6, every=2), n=6, group_size=2, accept_group=accept_group, cycle=False
-    ) as collector:
-        next(iter(collector))
-    assert collector.stats()["rejected/ZeroDivisionError"] >= 4
+    options = {"group_size": 2, "accept_group": accept_group, "cycle": False}
+    _, stats = first_batch(Graded, engine, items(6, every=2), n=6, **options)
+    assert stats["rejected/ZeroDivisionError"] >= 4
 
 
 def test_a_curriculum_is_told_of_groups_that_were_refused(engine):

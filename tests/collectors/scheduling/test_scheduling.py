@@ -6,23 +6,30 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import Counter, defaultdict
-from dataclasses import replace
+from collections import Counter
 from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
-from torchrl.data import ReplayBuffer
 
-from tests.collectors.chats import Chat
-from tests.collectors.runs import balanced, collecting, failed_run, first_batch
+from tests.buffers import buffer_of
+from tests.collectors.chats import Chat, failing
+from tests.collectors.runs import (
+    balanced,
+    collecting,
+    failed_run,
+    first_batch,
+    lists,
+    played,
+    played_to_the_end,
+)
 from tests.collectors.scripted import ScriptedEngine
 from tests.idle_clock import LIMIT, hang
 from tests.tiers import examples
 from tests.waiting import wait_until
 from torchrl_mt.collectors import Limits, context
-from torchrl_mt.data import EpisodeSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeSampler
 
 PHASES = [Phase.explicit, Phase.generate]
 """To shorten what fails by chance of time takes long and leads nowhere."""
@@ -48,14 +55,13 @@ class Flaky(Chat):
 def test_failures_are_retried(engine, retries):
     Flaky.played = Counter()
     data = [{"key": k, "failures": k % 3} for k in range(6)]
-    batch, stats = first_batch(
-        Flaky, engine, data, n=3, max_retries=retries, max_consecutive_failures=50
-    )
+    options = {"max_retries": retries, "max_consecutive_failures": 50}
+    batch, stats = first_batch(Flaky, engine, data, n=3, **options)
     assert balanced(stats)
     assert stats["accepted"] == len(batch) == 3
     assert stats["rejected"] == stats.get("rejected/ConnectionError", 0)
     # Item k fails k % 3 times: it comes to its end if it is played once more often.
-    ended = sorted(item["key"] for item in batch["data"])
+    ended = sorted(played(batch, "key"))
     assert all(key % 3 <= retries for key in ended)
     if retries == 3:
         assert ended == [0, 1, 2]
@@ -84,31 +90,24 @@ def test_groups_short_of_members(engine, policy, options, sizes, rejected):
 
 @pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
 def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
+    ended = Counter()
+
     class Fails(Chat):
         async def step(self, response):
-            me = context.get().sample_idx
-            if self.data["k"] == 0 and (cause == "all" or me == 1):
-                while cause == "one" and sum(self.ended[context.get().group]) < 1:
+            me = context.get()
+            if self.data["k"] == 0 and (cause == "all" or me.sample_idx == 1):
+                while cause == "one" and not ended[me.group]:
                     await asyncio.sleep(0)
                 raise OSError("gone")
-            self.ended[context.get().group] += [1]
+            ended[me.group] += 1
             return await super().step(response)
 
-    Fails.ended = defaultdict(list)
-    with collecting(
-        Fails,
-        engine,
-        [{"k": k, "turns": 1} for k in range(3)],
-        n=2,
-        group_size=2,
-        incomplete_groups="requeue",
-        cycle=False,
-        max_consecutive_failures=2,
-    ) as collector:
-        seen = [item["k"] for batch in collector for item in batch["data"]]
-    assert sorted(seen) == [1, 1, 2, 2]
-    assert collector.state_dict()["items"]["open"] == []
-    assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
+    data = [{"k": k, "turns": 1} for k in range(3)]
+    options = {"incomplete_groups": "requeue", "cycle": False, "max_consecutive_failures": 2}
+    with collecting(Fails, engine, data, n=2, group_size=2, **options) as collector:
+        assert sorted(played_to_the_end(collector)) == [1, 1, 2, 2]
+        assert collector.state_dict()["items"]["open"] == []
+        assert collector.stats()["rejected/OSError"] in range(times, 2 * times + 1)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -123,17 +122,10 @@ def test_a_run_that_accepts_nothing_stops(engine):
     failed_run(match, Chat, engine, n=4, accept=lambda td: False)
 
 
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        (Limits(turn_timeout=LIMIT), "turn_timeout"),
-        (Limits(tool_timeout=LIMIT), "tool_timeout"),
-        (Limits(episode_timeout=LIMIT), "episode_timeout"),
-    ],
-)
-def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reason, idle_clock):
+@pytest.mark.parametrize("reason", ["turn_timeout", "tool_timeout", "episode_timeout"])
+def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, reason, idle_clock):
     data = [{"turns": 5, "hang_at": 3}, {"turns": 2}]
-    limits = replace(limits, on_timeout="mask")
+    limits = Limits(**{reason: LIMIT}, on_timeout="mask")
     batch, _ = first_batch(Chat, engine, data, n=2, limits=limits)
     assert batch["valid"].tolist() == [False, False, True, True]
     assert (batch["group"] % 1_000_000).tolist() == [0, 0, 1, 1]
@@ -144,15 +136,9 @@ def test_limits_of_time_cut_the_turn_that_was_not_answered(engine, limits, reaso
 
 
 def test_an_episode_without_an_answer_in_time_is_rejected_and_retried(engine, idle_clock):
+    options = {"limits": Limits(turn_timeout=LIMIT), "max_retries": 1}
     data = [{"hang_at": 1}, {"turns": 1}]
-    batch, stats = first_batch(
-        Chat,
-        engine,
-        data,
-        limits=Limits(turn_timeout=LIMIT),
-        max_retries=1,
-        max_consecutive_failures=9,
-    )
+    batch, stats = first_batch(Chat, engine, data, max_consecutive_failures=9, **options)
     assert (batch["group"] % 1_000_000).tolist() == [1]
     assert stats["rejected/turn_timeout"] == stats["rejected"] == 2
 
@@ -165,18 +151,15 @@ def test_a_hung_engine_is_cut_by_the_turn(tokenizer, idle_clock):
             return await super().generate(prompt_ids, **kwargs)
 
     engine = Hung(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    batch, _ = first_batch(
-        Chat, engine, [{"turns": 9}], limits=Limits(turn_timeout=LIMIT, on_timeout="mask")
-    )
-    assert len(batch) == 2
+    limits = Limits(turn_timeout=LIMIT, on_timeout="mask")
+    batch, _ = first_batch(Chat, engine, [{"turns": 9}], limits=limits)
     assert batch["stop_reason"] == ["", "turn_timeout"]
 
 
 def test_episodes_go_on_while_the_policy_is_trained(engine):
     data = [{"turns": 2, "sleep": 0.02}] * 100
-    with collecting(
-        Chat, engine, data, n=4, max_staleness=1, staleness="admission", max_concurrency=8
-    ) as collector:
+    options = {"max_staleness": 1, "staleness": "admission", "max_concurrency": 8}
+    with collecting(Chat, engine, data, n=4, **options) as collector:
         stream = iter(collector)
         next(stream)
         wait_until(lambda: collector.stats()["queue"] == 4)  # while it is trained
@@ -193,12 +176,7 @@ def test_episodes_go_on_while_the_policy_is_trained(engine):
 
 
 def buffer():
-    return ReplayBuffer(
-        storage=EpisodeStorage(1000),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(),
-        batch_size=4,
-    )
+    return buffer_of(1000, EpisodeSampler, batch_size=4)
 
 
 def test_collecting_in_the_background(engine):
@@ -233,17 +211,19 @@ def test_the_background_can_be_ended_and_needs_a_buffer(engine):
 
 
 def test_evaluation_is_apart_from_training(tokenizer):
+    asked = []
+
     class Notes(ScriptedEngine):
         async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
-            self.asked.append(sampling)
+            asked.append(sampling)
             return await super().generate(prompt_ids, max_new_tokens=max_new_tokens)
 
+    def of_training(stats):
+        return {k: v for k, v in stats.items() if not k.startswith(("eval/", "tokens_per"))}
+
     engine = Notes(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    engine.asked = []
-    data = [{"turns": 1, "k": k} for k in range(10)]
-    with collecting(
-        Chat, engine, data, n=2, sampling={"temperature": 1.0, "top_k": 9}
-    ) as collector:
+    data, sampling = [{"turns": 1, "k": k} for k in range(10)], {"temperature": 1.0, "top_k": 9}
+    with collecting(Chat, engine, data, n=2, sampling=sampling) as collector:
         stream = iter(collector)
         first = next(stream)
         before = collector.stats()
@@ -252,13 +232,11 @@ def test_evaluation_is_apart_from_training(tokenizer):
         assert result["next", "reward"].sum() == 10
         after = collector.stats()
         assert after["eval/accepted"] == after["eval/started"] == 4
-        assert {k: v for k, v in after.items() if not k.startswith(("eval/", "tokens_per"))} == {
-            k: v for k, v in before.items() if not k.startswith("tokens_per")
-        }
+        assert of_training(after) == of_training(before)
         second = next(stream)
-    assert [item["k"] for item in first["data"] + second["data"]] == [0, 1, 2, 3]
-    assert [a["temperature"] for a in engine.asked] == [1.0] * 2 + [0.0] * 10 + [1.0] * 2
-    assert {a["top_k"] for a in engine.asked} == {9}  # an evaluation sets only what it is given
+    assert played(first) + played(second) == [0, 1, 2, 3]
+    assert [a["temperature"] for a in asked] == [1.0] * 2 + [0.0] * 10 + [1.0] * 2
+    assert {a["top_k"] for a in asked} == {9}  # an evaluation sets only what it is given
     with pytest.raises(RuntimeError, match="shut down"):
         collector.evaluate(data)
 
@@ -280,30 +258,21 @@ def test_degenerate_behaviour_shows_in_the_statistics(tokenizer):
     answers = itertools.cycle([[5, tokenizer.eos_token_id], [5] * 8])
     engine = ScriptedEngine(tokenizer, lambda prompt: next(answers))
     data = [{"turns": 3}, {"turns": 1}, {"turns": 1, "fail_at": 1, "error": OSError()}]
-    with collecting(
-        Chat,
-        engine,
-        data,
-        n=2,
-        max_concurrency=1,
-        limits=Limits(max_response_tokens=4, max_turns=2),
-    ) as collector:
+    limits = Limits(max_response_tokens=4, max_turns=2)
+    with collecting(Chat, engine, data, n=2, max_concurrency=1, limits=limits) as collector:
         assert collector.stats()["turns_per_episode"] == collector.stats()["tokens_per_turn"] == 0
         stop, turns, tokens = Counter(), [], []
         for _, batch in zip(range(3), collector, strict=False):
-            ends = [reason for reason in batch["stop_reason"] if reason]
-            stop.update(ends)
+            stop.update(reason for reason in batch["stop_reason"] if reason)
             turns.append(len(batch) / 2)
-            sampled = batch.get(("tokens", "response"), as_list=True)
-            tokens.append(sum(len(tensor) for tensor in sampled) / len(batch))
+            tokens.append(sum(map(len, lists(batch, "tokens", "response"))) / len(batch))
             stats = collector.stats()
             assert {k[5:]: v for k, v in stats.items() if k.startswith("stop/")} == dict(stop)
             assert stats["turns_per_episode"] == pytest.approx(turns[-1])
             assert stats["tokens_per_turn"] == pytest.approx(tokens[-1])
         assert len(set(turns)) > 1 or len(set(tokens)) > 1
         collector.evaluate([{"turns": 1}], max_new_tokens=4)
-        ended = {k: v for k, v in collector.stats().items() if k.startswith("eval/stop/")}
-        assert sum(ended.values()) == 1
+        assert sum(v for k, v in collector.stats().items() if k.startswith("eval/stop/")) == 1
         state = collector.state_dict()
     with collecting(Chat, engine, data, n=2) as collector:
         collector.load_state_dict(state)
@@ -333,31 +302,21 @@ def test_no_episode_is_lost_or_counted_twice(
         | ({"hang_at": at} if how == "hang" else {})
         for k, (turns, how, at) in enumerate(items)
     ]
-    with collecting(
-        Chat,
-        engine,
-        data,
-        n=2 * group_size,
-        group_size=group_size,
-        incomplete_groups=policy,
-        cycle=False,
-        max_staleness=staleness,
-        max_retries=retries,
-        max_consecutive_failures=10_000,
-        limits=Limits(turn_timeout=LIMIT, on_timeout=on_timeout),
-    ) as collector:
+    limits = Limits(turn_timeout=LIMIT, on_timeout=on_timeout)
+    options = {"n": 2 * group_size, "group_size": group_size, "incomplete_groups": policy}
+    options |= {"cycle": False, "max_staleness": staleness, "max_consecutive_failures": 10_000}
+    with collecting(Chat, engine, data, limits=limits, max_retries=retries, **options) as collector:
         items_played = Counter()
         for batch in collector.iterator():
             if staleness is not None:
                 engine.update_weights(None)
             ends = batch["next", "done"].flatten()
             assert int(ends.sum()) == len(batch["collector", "traj_ids"].unique())
-            played = [item["k"] for item, last in zip(batch["data"], ends, strict=True) if last]
-            assert not items_played.keys() & set(played)
-            items_played.update(played)
+            ended = [k for k, last in zip(played(batch), ends, strict=True) if last]
+            assert not items_played.keys() & set(ended)
+            items_played.update(ended)
     stats = collector.stats()
-    assert balanced(stats)
-    assert stats["running"] == 0
+    assert balanced(stats, running=0)
     assert stats["accepted"] == sum(items_played.values())
     expected = {}
     for k, (turns, how, at) in enumerate(items):
@@ -373,48 +332,22 @@ def test_no_episode_is_lost_or_counted_twice(
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_a_restarted_run_neither_repeats_nor_skips_items(engine, shuffle, staleness):
     data = [{"turns": 1, "k": k, "sleep": 0.001 * (k % 3)} for k in range(12)]
-
-    def collector():
-        return collecting(
-            Chat, engine, data, n=3, shuffle=shuffle, cycle=False, max_staleness=staleness
-        )
-
-    seen = []
-    with collector() as first:
+    options = {"shuffle": shuffle, "cycle": False, "max_staleness": staleness}
+    with collecting(Chat, engine, data, n=3, **options) as first:
         stream = iter(first)
-        for _ in range(2):
-            seen += [item["k"] for item in next(stream)["data"]]
+        seen = played(next(stream)) + played(next(stream))
         state = first.state_dict()
-    with collector() as second:
+    with collecting(Chat, engine, data, n=3, **options) as second:
         second.load_state_dict(state)
-        for batch in second:
-            engine.update_weights(None)
-            seen += [item["k"] for item in batch["data"]]
+        assert sorted(played_to_the_end(second, seen)) == list(range(12))
         assert second.stats()["accepted"] == 12
-    assert sorted(seen) == list(range(12))
 
 
 def test_batches_of_a_few_more_episodes_do_not_use_up_the_next(engine):
     """Two groups of which one is short, then a third: five episodes in place of four."""
-
-    class Short(Chat):
-        played = 0
-
-        async def step(self, response):
-            Short.played += 1
-            if Short.played % 4 == 0:
-                raise OSError("a member is missing")
-            return await super().step(response)
-
-    with collecting(
-        Short,
-        engine,
-        n=4,
-        group_size=2,
-        max_staleness=0,
-        incomplete_groups="keep",
-        max_concurrency=1,
-    ) as collector:
+    options = {"group_size": 2, "max_staleness": 0, "incomplete_groups": "keep"}
+    env = failing(lambda k, _: k % 4 == 0)
+    with collecting(env, engine, n=4, max_concurrency=1, **options) as collector:
         batches = collector.iterator()
         for _ in range(12):
             assert len(next(batches)) >= 4

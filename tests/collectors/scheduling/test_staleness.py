@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import queue
 import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import Phase, given
@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from tests.collectors.chats import Chat
-from tests.collectors.runs import collecting, versions_in
+from tests.collectors.runs import balanced, collecting, played, said, versions_in
 from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import examples, first_fast
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.collectors.scheduling.staleness import Lead
 
 PHASES = [Phase.explicit, Phase.generate]
@@ -66,9 +65,9 @@ def test_what_may_be_begun_follows_from_the_order_of_updates_and_deliveries(
 class Watched:
     """A collector whose episodes are counted as they begin."""
 
-    def __init__(self, engine, data, **kwargs):
-        self.collector = MultiTurnCollector(Chat, engine, data, **kwargs)
-        self.engine = engine
+    def __init__(self, tokenizer, data=({"turns": 1},), **kwargs):
+        self.engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
+        self.collector = collecting(Chat, self.engine, list(data), **kwargs)
         self.events, self.leads = [], []
         self.versions = []
         """Of the engine, as each batch was delivered."""
@@ -87,9 +86,10 @@ class Watched:
             self.collector.update_policy_weights_(None)
             self.events.append("u")
 
-    def may_go_on(self, staleness, size):
+    def update_until_it_may_go_on(self, staleness, size):
         delivered = sum(event for event in self.events if event != "u")
-        return delivered + size <= allowed([*self.events, "a"], staleness, size)
+        while delivered + size > allowed([*self.events, "a"], staleness, size):
+            self.update(1)
 
     def delivered(self, size):
         self.events.append(size)
@@ -102,36 +102,25 @@ def test_the_lead_is_bounded_and_iteration_goes_on_whatever_the_updates(tokenize
     """Several updates a batch or none, a new beginning in the middle, groups, failures, evaluation."""
     staleness, group_size = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1, 2, 3]))
     size = 6
-    items = [
-        {
-            "turns": 1 + k % 2,
-            "sleep": 0.001 * (k % 3),
-            "fail_at": int(k % 7 == 3),
-            "error": OSError(),
-        }
-        for k in range(500)
-    ]
+    goes = [{"turns": 1 + k % 2, "sleep": 0.001 * (k % 3)} for k in range(500)]
+    items = [{**each, "fail_at": k % 7 == 3, "error": OSError()} for k, each in enumerate(goes)]
     kwargs = {
-        "episodes_per_batch": size,
-        "group_size": group_size,
-        "options": CollectorOptions(incomplete_groups=data.draw(st.sampled_from(["drop", "keep"]))),
-        "max_staleness": staleness,
+        **{"n": size, "group_size": group_size, "max_staleness": staleness},
+        "incomplete_groups": data.draw(st.sampled_from(["drop", "keep"])),
         "max_concurrency": data.draw(st.sampled_from([1, 4, 40])),
         "yield_groups": data.draw(st.booleans()),
         "total_episodes": data.draw(st.sampled_from([-1, 48])),
     }
     state = None
     for _ in range(2):
-        engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-        run = Watched(engine, items, **kwargs)
+        run = Watched(tokenizer, items, **kwargs)
         with run.collector as collector:
             if state is not None:
                 collector.load_state_dict(state)
             run.update(data.draw(st.integers(0, 2)))
             batches = iter(collector)
             for _ in range(data.draw(st.integers(1, 4))):
-                while not run.may_go_on(staleness, size):
-                    run.update(1)
+                run.update_until_it_may_go_on(staleness, size)
                 next(batches)
                 run.delivered(size)
                 if data.draw(st.booleans()):
@@ -153,15 +142,8 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
     tokenizer, staleness, first, updates, resumed
 ):
     """Each is begun after the update that follows the batch ``max_staleness + 1`` batches before."""
-    engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    size = 3
-    run = Watched(
-        *(engine, [{"turns": 1}]),
-        episodes_per_batch=size,
-        max_staleness=staleness,
-        options=CollectorOptions(staleness="admission"),
-        max_concurrency=1,
-    )
+    size, options = 3, {"staleness": "admission", "max_concurrency": 1}
+    run = Watched(tokenizer, n=size, max_staleness=staleness, **options)
     begun_by = [first] * (staleness + 1)
     """By batch, the least version of its tokens."""
     with run.collector as collector:
@@ -178,9 +160,8 @@ def test_episodes_that_come_in_order_are_no_older_than_the_lead(
                 assert collector.stats()["staleness/max"] <= (staleness + 1) * most - 1
             run.update(times)
             time.sleep(0.06 * (k % 2))
-            while not run.may_go_on(staleness, size):
-                run.update(1)
-            begun_by.append(run.versions[k] + (engine.version > run.versions[k]))
+            run.update_until_it_may_go_on(staleness, size)
+            begun_by.append(run.versions[k] + (run.engine.version > run.versions[k]))
 
 
 @pytest.mark.parametrize("order", first_fast(["load, update", "update, load", "load"]))
@@ -217,14 +198,8 @@ def test_an_update_before_the_first_batch_leaves_the_lead_as_it_is(engine, order
 )
 def test_a_buffer_is_filled_as_far_ahead_as_allowed(tokenizer, staleness, first, updates):
     """In the background, where what is written is delivered; each batch is waited for and trained on."""
-    engine, size = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id]), 4
-    rb = ReplayBuffer(storage=LazyStackStorage(10_000))
-    run = Watched(
-        *(engine, [{"turns": 1}]),
-        episodes_per_batch=size,
-        max_staleness=staleness,
-        replay_buffer=rb,
-    )
+    size, rb = 4, ReplayBuffer(storage=LazyStackStorage(10_000))
+    run = Watched(tokenizer, n=size, max_staleness=staleness, replay_buffer=rb)
     with run.collector as collector:
         run.update(first)
         collector.start()
@@ -267,22 +242,14 @@ def test_nothing_older_than_the_maximum_is_delivered_and_no_item_is_lost(
     tokenizer, staleness, group_size, updates, rate, seed
 ):
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    rng, size, seen = random.Random(seed), 6, Counter()
-    sizes = Counter()
-    with collecting(
-        Slow,
-        engine,
-        heavy_tailed(rng, 24),
-        n=size,
-        group_size=group_size,
-        max_staleness=staleness,
-        max_concurrency=rng.choice([2, 6, 40]),
-        cycle=False,
-    ) as collector:
+    rng, size, seen, sizes = random.Random(seed), 6, set(), Counter()
+    data, concurrency = heavy_tailed(rng, 24), rng.choice([2, 6, 40])
+    options = {"n": size, "group_size": group_size, "max_staleness": staleness, "cycle": False}
+    with collecting(Slow, engine, data, max_concurrency=concurrency, **options) as collector:
         for batch, times in zip(collector, itertools.cycle(updates), strict=False):
             age = engine.version - min(versions_in(batch))
             assert age == collector.stats()["staleness/max"] <= staleness
-            seen.update({item["k"]: 0 for item in batch["data"]})
+            seen.update(played(batch))
             ends = batch["next", "done"].flatten()
             sizes.update(batch["group"][ends].tolist())
             for _ in range(max(times, 1)):
@@ -293,7 +260,7 @@ def test_nothing_older_than_the_maximum_is_delivered_and_no_item_is_lost(
     assert set(sizes.values()) == {group_size}
     assert stats["accepted"] == 24 * group_size
     assert stats["rejected"] == stats.get("rejected/stale", 0)
-    assert stats["accepted"] + stats["rejected"] == stats["started"]
+    assert balanced(stats, running=0)
 
 
 def test_weights_that_change_while_a_batch_is_made_count(engine):
@@ -305,18 +272,11 @@ def test_weights_that_change_while_a_batch_is_made_count(engine):
             engine.update_weights(None)
         return batch
 
-    with collecting(
-        Chat,
-        engine,
-        [{"turns": 1, "k": k} for k in range(12)],
-        n=4,
-        max_staleness=0,
-        postproc=postproc,
-        cycle=False,
-    ) as collector:
-        seen = []
+    data, seen = [{"turns": 1, "k": k} for k in range(12)], []
+    options = {"max_staleness": 0, "postproc": postproc, "cycle": False}
+    with collecting(Chat, engine, data, n=4, **options) as collector:
         for batch in collector:
-            seen += [item["k"] for item in batch["data"]]
+            seen += played(batch)
             assert collector.stats()["staleness/max"] == 0
             engine.update_weights(None)
         stats = collector.stats()
@@ -333,16 +293,9 @@ def test_in_the_background_nothing_older_is_written(tokenizer):
             ages.append(engine.version - min(versions_in(batch)))
             return super().extend(batch)
 
-    rng = random.Random(0)
-    with collecting(
-        Slow,
-        engine,
-        heavy_tailed(rng, 200),
-        n=4,
-        max_staleness=1,
-        max_concurrency=8,
-        replay_buffer=Buffer(storage=LazyStackStorage(10_000)),
-    ) as collector:
+    rng, options = random.Random(0), {"n": 4, "max_staleness": 1, "max_concurrency": 8}
+    options["replay_buffer"] = Buffer(storage=LazyStackStorage(10_000))
+    with collecting(Slow, engine, heavy_tailed(rng, 200), **options) as collector:
         collector.start()
         for _ in range(40):
             before = len(ages)
@@ -357,9 +310,8 @@ def test_in_the_background_nothing_older_is_written(tokenizer):
 
 def test_a_run_that_rejects_more_as_stale_than_it_delivers_says_so(engine, caplog):
     """The trainer does not wait for what it is to be trained on."""
-    with in_the_background(
-        engine, [{"turns": 1, "rounds": 40}], Slow, max_staleness=0
-    ) as collector:
+    data = [{"turns": 1, "rounds": 40}]
+    with in_the_background(engine, data, Slow, max_staleness=0) as collector:
         collector.start()
 
         def updated():
@@ -375,7 +327,7 @@ def test_a_run_that_rejects_more_as_stale_than_it_delivers_says_so(engine, caplo
 
 
 def stalls(caplog):
-    return [r.getMessage() for r in caplog.records if "waits for new weights" in r.getMessage()]
+    return said(caplog, "waits for new weights")
 
 
 @pytest.fixture(autouse=True)
@@ -385,18 +337,13 @@ def little_patience(monkeypatch):
 
 
 def in_the_background(engine, data=({"turns": 1},), env=Chat, **kwargs):
-    return collecting(
-        env,
-        engine,
-        data,
-        n=4,
-        replay_buffer=ReplayBuffer(storage=LazyStackStorage(10_000)),
-        **{"max_staleness": 1, **kwargs},
-    )
+    rb = ReplayBuffer(storage=LazyStackStorage(10_000))
+    kwargs = {"n": 4, "max_staleness": 1, **kwargs}
+    return collecting(env, engine, data, replay_buffer=rb, **kwargs)
 
 
 def test_each_stall_is_told_of_once(engine, caplog):
-    with caplog.at_level(logging.WARNING, "torchrl_mt"), in_the_background(engine) as collector:
+    with in_the_background(engine) as collector:
         collector.start()
         wait_until(lambda: stalls(caplog))
         (message,) = stalls(caplog)
@@ -412,7 +359,7 @@ def test_each_stall_is_told_of_once(engine, caplog):
 
 
 def test_who_iterates_is_told_too(engine, caplog):
-    with caplog.at_level(logging.WARNING, "torchrl_mt"), in_the_background(engine) as collector:
+    with in_the_background(engine) as collector:
         batches = iter(collector)
         next(batches)
         next(batches)
@@ -434,19 +381,12 @@ def test_whatever_else_keeps_us_waiting_is_no_stall(engine, caplog, why):
         "slow data": {"data": iter(waiting.get, None)},
         "the end": {"total_episodes": 8},
     }.get(why, {})
-    with (
-        caplog.at_level(logging.WARNING, "torchrl_mt"),
-        in_the_background(engine, **kwargs) as collector,
-    ):
-        if why == "training":
-            next(iter(collector))
-            time.sleep(0.8)
-        elif why == "pause":
-            with collector.pause():
+    with in_the_background(engine, **kwargs) as collector:
+        with collector.pause() if why == "pause" else nullcontext():
+            if why == "training":
+                next(iter(collector))
+            else:
                 collector.start()
-                time.sleep(0.8)
-        else:
-            collector.start()
             time.sleep(0.8)
         waiting.put(None)
         assert not stalls(caplog)

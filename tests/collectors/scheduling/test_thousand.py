@@ -10,27 +10,26 @@ from collections import Counter
 import pytest
 
 from tests.collectors.runs import balanced, collecting
+from tests.collectors.scripted import TellingEngine
 from tests.idle_clock import LIMIT, hang
-from tests.tiers import first_fast
+from tests.tiers import slow
 from torchrl_mt.collectors import Limits
-from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
 
 GROUP, TURNS = 2, 3
 
 
-class Engine:
-    """Every sampled token has a log-probability of its own, by which it is known."""
+class Engine(TellingEngine):
+    """Answers a few words; fails by chance."""
 
     def __init__(self, tokenizer, rng):
-        self.tokenizer, self.rng = tokenizer, rng
+        super().__init__(rng)
+        self.tokenizer = tokenizer
         self.words = [tokenizer(word)["input_ids"][0] for word in "12345678"]
-        self.version = self.count = self.running = self.most_running = 0
-        self.calls: dict[float, tuple[list[int], Completion]] = {}
+        self.running = self.most_running = 0
 
     async def generate(self, prompt_ids, *, max_new_tokens=None, **sampling):
-        prompt = list(prompt_ids)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         for _ in range(self.rng.randrange(1, 6)):
@@ -38,19 +37,8 @@ class Engine:
         self.running -= 1
         if self.rng.random() < 0.02:
             raise ConnectionError("the server is gone")
-        ids = [*self.rng.choices(self.words, k=self.rng.randrange(4)), self.tokenizer.eos_token_id]
-        log_probs = [-float(self.count + i + 1) for i in range(len(ids))]
-        self.count += len(ids)
-        answer = Completion(ids, log_probs, [self.version] * len(ids), "stop")
-        self.calls[log_probs[0]] = (prompt, answer)
-        return answer
-
-    def update_weights(self, source):
-        self.version += 1
-        return self.version
-
-    def close(self):
-        pass
+        words = self.rng.choices(self.words, k=self.rng.randrange(4))
+        return self.answer(list(prompt_ids), [*words, self.tokenizer.eos_token_id])
 
 
 class Hard(TextEnv):
@@ -75,25 +63,16 @@ class Hard(TextEnv):
         return TextStep([{"role": "user", "content": "1"}], 1.0, done=not self.left)
 
 
-@pytest.mark.parametrize("on_timeout", ["reject", "mask"])
-@pytest.mark.parametrize("num_items", first_fast([160, 800]))
+@pytest.mark.parametrize(
+    ("num_items", "on_timeout"), [(160, "reject"), (160, "mask"), slow(800, "mask")]
+)
 def test_nothing_is_lost_torn_or_doubled(tokenizer, idle_clock, num_items, on_timeout):
-    engine = Engine(tokenizer, random.Random(0))
-    collector = collecting(
-        Hard,
-        engine,
-        [{"id": k} for k in range(num_items)],
-        n=num_items // 2,
-        cycle=False,
-        incomplete_groups="requeue",
-        group_size=GROUP,
-        max_concurrency=1000,
-        max_staleness=3,
-        max_consecutive_failures=10**6,
-        limits=Limits(tool_timeout=LIMIT / 2, on_timeout=on_timeout),
-    )
+    engine, data = Engine(tokenizer, random.Random(0)), [{"id": k} for k in range(num_items)]
+    options = {"n": num_items // 2, "group_size": GROUP, "incomplete_groups": "requeue"}
+    options |= {"cycle": False, "max_concurrency": 1000, "max_staleness": 3}
+    options |= {"limits": Limits(tool_timeout=LIMIT / 2, on_timeout=on_timeout)}
     delivered, groups, masked = Counter(), {}, 0
-    with collector:
+    with collecting(Hard, engine, data, max_consecutive_failures=10**6, **options) as collector:
         for batch in collector:
             for step in batch.unbind(0):
                 log_probs = step["log_probs", "response"].tolist()

@@ -15,15 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.collectors.chats import Chat
 from tests.collectors.runs import collecting
 from tests.tiers import first_fast
 from tests.waiting import PATIENCE
 from torchrl_mt.collectors.scheduling import unique_ids as ids
 from torchrl_mt.collectors.scheduling.unique_ids import RunIds, UniqueTrajIds, unique_ids
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import MergeTurns
 
 TRAJ, GROUP = ("collector", "traj_ids"), "group"
@@ -33,21 +32,10 @@ DATA = [{"turns": k % 3 + 1} for k in range(50)]
 @pytest.fixture
 def make(engine):
     """Makes collectors that are all alike, and shuts them down."""
-    made = []
+    made, options = [], {"n": 4, "group_size": 2, "seed": 3, "sampling": {"seed": 3}}
 
     def make(state=None, buffer=None):
-        made.append(
-            collecting(
-                Chat,
-                engine,
-                DATA,
-                n=4,
-                group_size=2,
-                seed=3,
-                sampling={"seed": 3},
-                replay_buffer=buffer,
-            )
-        )
+        made.append(collecting(Chat, engine, DATA, replay_buffer=buffer, **options))
         if state is not None:
             made[-1].load_state_dict(state)
         return made[-1]
@@ -55,10 +43,6 @@ def make(engine):
     yield make
     for collector in made:
         collector.shutdown()
-
-
-def stored_in(make_writer=EpisodeWriter):
-    return ReplayBuffer(storage=EpisodeStorage(2000), writer=make_writer())
 
 
 def check(buffer, accepted):
@@ -78,7 +62,7 @@ def check(buffer, accepted):
 @pytest.mark.parametrize("seed", first_fast(range(4)))
 def test_collectors_that_share_a_buffer_share_no_id_through_restarts(make, seed):
     """Each goes on from any earlier state now and then, whatever was delivered since."""
-    draw, buffer = random.Random(seed), stored_in()
+    draw, buffer = random.Random(seed), buffer_of(2000)
     collectors = [make(buffer=buffer) for _ in range(3)]
     states = [collector.state_dict() for collector in collectors]
     streams = [iter(collector) for collector in collectors]
@@ -103,7 +87,7 @@ def test_collectors_that_share_a_buffer_share_no_id_through_restarts(make, seed)
 
 @pytest.mark.parametrize("seed", first_fast(range(4)))
 def test_steps_of_collectors_may_come_in_any_order(make, seed):
-    draw, buffer = random.Random(seed), stored_in()
+    draw, buffer = random.Random(seed), buffer_of(2000)
     queues = [list(next(iter(make())).split(1)) for _ in range(3)]
     episodes = 4 * len(queues)
     while any(queues):
@@ -250,7 +234,7 @@ def test_processes_share_no_id_however_they_are_seeded(start, number):
 def test_renamed_pieces_of_two_collectors_never_join(pieces):
     """Though nothing else in them tells whose they are."""
     renames = {source: UniqueTrajIds() for source in (False, True)}
-    buffer, sent = stored_in(), {False: 0, True: 0}
+    buffer, sent = buffer_of(2000), {False: 0, True: 0}
     for source, size in pieces:
         place = torch.arange(sent[source], sent[source] + size)
         sent[source] += size

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tests.collectors.runs import beside, collecting
+from tests.collectors.runs import beside, collecting, said
 from tests.collectors.scripted import ScriptedEngine
 from tests.waiting import wait_until
 from torchrl_mt.collectors.statistics import call_times, episode_counts
@@ -117,12 +117,10 @@ def test_who_waits_long_says_once_what_for(tokenizer, where, what, staleness, ca
                 await asyncio.sleep(0.001)
             return 1.0
 
-    def said():
-        return [r.getMessage() for r in caplog.records if "has waited for" in r.getMessage()]
-
     def told():
         """Episodes that the lines tell of."""
-        return sum(2 if "the longest of 2 that wait" in text else 1 for text in said())
+        lines = said(caplog, "has waited for")
+        return sum(2 if "the longest of 2 that wait" in line else 1 for line in lines)
 
     def open_the_gate():
         wait_until(lambda: told() == 2)
@@ -130,20 +128,16 @@ def test_who_waits_long_says_once_what_for(tokenizer, where, what, staleness, ca
         wait_until(lambda: collector.stats()["waiting/longest"] > longest)
         gate.append(1)
 
-    with collecting(
-        Workflow() if where == "workflow" else lambda: Slow(where, gate),
-        engine,
-        ({"k": k} for k in itertools.count()),
-        n=2,
-        max_staleness=staleness,
-        max_concurrency=2,
-        total_episodes=2,
-    ) as collector:
+    env = Workflow() if where == "workflow" else lambda: Slow(where, gate)
+    data = ({"k": k} for k in itertools.count())
+    options = {"max_staleness": staleness, "max_concurrency": 2, "total_episodes": 2}
+    with collecting(env, engine, data, n=2, **options) as collector:
         with beside(open_the_gate):
             assert len(list(collector)) == 1
         stats = collector.stats()
     assert told() == 2
-    assert all(f"has waited for {what} for" in text for text in said())
+    lines = said(caplog, "has waited for")
+    assert lines == said(caplog, f"has waited for {what} for")
     assert stats["waiting/longest"] == 0.0
     shares = [stats[f"time/{name}"] for name in ("engine", "environment", "waiting")]
     assert sum(shares) == pytest.approx(1.0)
