@@ -40,26 +40,20 @@ def leaves(rb):
     """The open leaves of the sum tree: {number of the step: weight}."""
     held = ring(rb)
     leaf = held._sum[torch.arange(held.capacity)].tolist()
-    out = {}
-    for slot, value in enumerate(leaf):
-        if value:
-            begin = int(held.slots(torch.tensor([held.first])))
-            number = held.first + (slot - begin) % held.capacity
-            out[number] = value
-    return out
+    begin = int(held.slots(torch.tensor([held.first])))
+    number = [held.first + (slot - begin) % held.capacity for slot in range(held.capacity)]
+    return {n: value for n, value in zip(number, leaf, strict=True) if value}
 
 
-def starts_of(rb, index):
-    """The (episode, step) at storage indices."""
-    stored = rb.storage[index]
-    return list(zip(stored["episode"].tolist(), stored["step"].tolist(), strict=True))
+def numbers(steps):
+    """The (episode, step) of each."""
+    return list(zip(steps["episode"].tolist(), steps["step"].tolist(), strict=True))
 
 
 def priorities(rb):
     """The priority of every stored step by (episode, step)."""
     held = ring(rb)
-    steps = starts_of(rb, slice(None))
-    return dict(zip(steps, held.stored()[1].tolist(), strict=True))
+    return dict(zip(numbers(rb[:]), held.stored()[1].tolist(), strict=True))
 
 
 def plain(handle):
@@ -185,7 +179,7 @@ class Machine:
         steps = model.steps()
         first = model.next - HANDLES - len(steps)
         assert rb.storage.table.first == first
-        assert steps == (starts_of(rb, slice(None)) if steps else [])
+        assert steps == (numbers(rb[:]) if steps else [])
         number = {step: first + i for i, step in enumerate(steps)}
         assert model.handle == {step: HANDLES + n for step, n in number.items()}
         expected = {number[k]: (model.priority[k] + 1e-3) ** self.alpha for k in model.open()}
@@ -233,12 +227,11 @@ class Machine:
             with pytest.raises(RuntimeError):
                 self.rb.sample(2 * slice_len)
             return
-        model.span = slice_len * self.stride
-        sample = self.rb.sample(2 * slice_len)
+        model.span, sample = slice_len * self.stride, self.rb.sample(2 * slice_len)
         flat = sample.reshape(-1)
         ends = flat["next", "truncated"].flatten().nonzero().flatten().tolist()
         spans = [b - a for a, b in pairwise([-1, *ends])]
-        steps = list(zip(flat["episode"].tolist(), flat["step"].tolist(), strict=True))
+        steps = numbers(flat)
         assert plain(flat["index"]).tolist() == [model.handle[step] for step in steps]
         heads = [steps[end + 1 - n] for end, n in zip(ends, spans, strict=True)]
         assert spans == [model.entries(*head) for head in heads]
@@ -370,16 +363,14 @@ def law(rb, priority, alpha, eps, span, least=None):
 def test_clips_are_drawn_by_their_priority(make, alpha, dtype, strict, stride):
     lengths, span, eps = [3, 4, 5, 1, 9, 2], 4, 0.01
     slice_len = span // stride
-    rb = buffer(
-        max_steps=sum(lengths),
-        slice_len=slice_len,
-        stride=stride,
-        strict_length=strict,
-        alpha=alpha,
-        eps=eps,
-        dtype=dtype,
-        seed=3,
-    )
+    options = {
+        "stride": stride,
+        "strict_length": strict,
+        "alpha": alpha,
+        "eps": eps,
+        "dtype": dtype,
+    }
+    rb = buffer(max_steps=sum(lengths), slice_len=slice_len, seed=3, **options)
     rb.extend(make.vectors([7] * 12))
     rb.sampler.sample(rb.storage, slice_len)
     rb.extend(make.vectors([*lengths], seed=1, first_id=12))
@@ -678,8 +669,10 @@ def sample(length, batch_size, priority=None, alpha=0.7, **kwargs):
 
 
 TOO_MUCH = "more than torch.float32 holds: …dtype=torch.float64"
+LEAST_CAPACITY = "at least the storage's max_steps=20"
 update_unknown = PrioritizedClipSampler(slice_len=2).update_priority
-NOT_NEGATIVE = "must be a finite … of at least 0, got"
+update_empty = buffer(slice_len=4).update_priority
+NOT_NEGATIVE, ZERO = "must be a finite … of at least 0, got", "are zero; use eps > 0"
 
 
 @pytest.mark.parametrize(
@@ -702,22 +695,11 @@ NOT_NEGATIVE = "must be a finite … of at least 0, got"
         ),
         refused("the longest has 3", sample, 3, 8, slice_len=4, error=RuntimeError),
         refused("batch_size=6 and sli", sample, 6, 6, slice_len=4, error=RuntimeError),
-        refused(
-            "are zero; use eps > 0", sample, 6, 8, 0.0, slice_len=4, eps=0.0, error=RuntimeError
-        ),
+        refused(ZERO, sample, 6, 8, 0.0, slice_len=4, eps=0.0, error=RuntimeError),
         refused(TOO_MUCH, sample, 9, 8, 3e38, slice_len=4, alpha=1.5, error=RuntimeError),
-        refused(
-            "at least the storage's max_steps=20, got 19",
-            sample,
-            5,
-            4,
-            slice_len=2,
-            max_capacity=19,
-        ),
+        refused(f"{LEAST_CAPACITY}, got 19", sample, 5, 4, slice_len=2, max_capacity=19),
         refused("EpisodeStorage, got NoneType", update_unknown, [0], [1.0], error=TypeError),
-        refused(
-            "must be below 0", buffer(slice_len=4).update_priority, [0], [1.0], error=IndexError
-        ),
+        refused("must be below 0", update_empty, [0], [1.0], error=IndexError),
     ],
 )
 def test_wrong_calls_are_refused(call, error, text):
