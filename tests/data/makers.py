@@ -98,7 +98,7 @@ def _leaves(node, path=()):
         elif is_non_tensor(value):
             out[where] = value.tolist() if isinstance(value, NonTensorStack) else value.data
         else:
-            out |= {where: type(value)} if is_tensorclass(value) else {}
+            out |= {where: (type(value), value.batch_size)} if is_tensorclass(value) else {}
             out |= _leaves(value, where)
     return out
 
