@@ -5,14 +5,25 @@ from tensordict import NonTensorStack, TensorDict, is_tensorclass, lazy_stack
 from tensordict.utils import is_non_tensor
 
 
+def ends(*lengths):
+    """Flags ``[N, 1]``, true at the last step of each of these episodes."""
+    flags = torch.zeros(sum(lengths), 1, dtype=torch.bool)
+    flags[torch.tensor(lengths).cumsum(0) - 1] = True
+    return flags
+
+
+def whole(entries, *lengths):
+    """Whole episodes of these lengths, with these entries."""
+    return TensorDict(entries, [sum(lengths)]).set(("next", "done"), ends(*lengths))
+
+
 def vectors(lengths, seed=0, first_id=0):
     """Whole episodes of vectors, one after the other: observations shared with the next step."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for i, length in enumerate(lengths, first_id):
         seen = torch.randn(length + 1, 3, generator=generator)
-        ended = torch.zeros(length, 1, dtype=torch.bool)
-        ended[-1] = True
+        ended = ends(length)
         parts.append(
             TensorDict(
                 {
@@ -87,23 +98,15 @@ def _leaves(node, path=()):
         elif is_non_tensor(value):
             out[where] = value.tolist() if isinstance(value, NonTensorStack) else value.data
         else:
-            out |= {where: type(value)} if is_tensorclass(value) else {}
+            out |= {where: (type(value), value.batch_size)} if is_tensorclass(value) else {}
             out |= _leaves(value, where)
     return out
 
 
 # What a sampler of slices marks anew, and a TensorDictReplayBuffer adds.
-MARKS = {
-    ("is_init",),
-    ("next", "done"),
-    ("next", "terminated"),
-    ("next", "truncated"),
-    ("index",),
-    ("index", "index"),
-    ("index", "buffer_ids"),
-    ("staleness",),
-    ("priority_weight",),
-}
+ENTRIES = ("is_init", "index", "staleness", "priority_weight")
+NESTED = {"next": ("done", "terminated", "truncated"), "index": ("index", "buffer_ids")}
+MARKS = {(key,) for key in ENTRIES} | {(of, key) for of, keys in NESTED.items() for key in keys}
 
 
 def unmarked(steps):

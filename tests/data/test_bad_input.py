@@ -108,16 +108,6 @@ def test_writes(text, cls):
     assert rb.storage.lengths.tolist() == [3, 5, 3]
 
 
-def test_rewards_that_are_no_numbers_are_kept():
-    rb = buffer()
-    data = batch(False, True, ids=[5, 5])
-    data["next", "reward"] = torch.tensor([[float("nan")], [-float("inf")]])
-    rb.extend(data)
-    stored = rb.storage.episode(-1)["next", "reward"].flatten()
-    assert stored.isnan().tolist() == [True, False]
-    assert stored[1] == -float("inf")
-
-
 SAMPLES = {
     "a clip of 6 steps: the longest has 5": (lambda: ClipSampler(slice_len=6), 6, RuntimeError),
     "of slice_len, got batch_size=5 and slice_len=2": (
@@ -143,16 +133,6 @@ def test_samples(text, cls):
     check_refused(rb.sample, error, text)
     assert everything(rb) == before
     assert rb.sampler.state_dict() == state
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize(("slice_len", "stride"), [(2, 4), (6, 1)])
-def test_clips_longer_than_every_episode_are_short_ones_if_that_is_allowed(slice_len, stride, cls):
-    sampler = ClipSampler(slice_len=slice_len, stride=stride, strict_length=False)
-    sample, info = buffer(sampler, cls, slice_len).sample(return_info=True)
-    assert 0 < len(sample) <= slice_len
-    assert set(info) <= {"index", "priority_weight"}
-    assert bool(sample["next", "truncated"][-1])
 
 
 @pytest.mark.parametrize(

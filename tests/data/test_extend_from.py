@@ -135,9 +135,7 @@ def test_the_episode_that_is_refused_is_named_and_those_before_it_stay(
     ]
     for dataset, kind, message in errors:
         storage = EpisodeStorage(10)
-        with pytest.raises(
-            kind, match=f"episode 3 of the {message}|episode 3 of.*{message}"
-        ) as error:
+        with pytest.raises(kind, match=f"episode 3 of.*{message}") as error:
             storage.extend_from(dataset)
         assert storage.lengths.tolist() == [2, 3, 2]
         if "refused" in message:

@@ -4,7 +4,6 @@ Steps have numbers, by which they are told, and a handle stays with its step for
 """
 
 import copy
-import pickle
 import tempfile
 from itertools import pairwise
 
@@ -15,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
 from tests.data.handles import HANDLES, numbers_of
+from tests.data.saving import HOW, saved
 from tests.tiers import runs
 from torchrl_mt.data import (
     ClipSampler,
@@ -91,13 +92,14 @@ class Machine(RuleBasedStateMachine):
         """Of every handle that this storage gave out, or the one whose state it began with."""
         self.saved: list[tuple[dict, list[list[TensorDict]], dict[int, int]]] = []
 
-    def new(self, generator=None):
-        return self.cls(
-            storage=EpisodeStorage(self.max_steps, **self.budgets),
+    def new(self):
+        return buffer_of(
+            EpisodeStorage(self.max_steps, **self.budgets),
+            SAMPLERS[self.sampler](),
+            cls=self.cls,
             writer=EpisodeWriter(traj_key="id", max_open_steps=1000),
-            sampler=SAMPLERS[self.sampler](),
             batch_size=6,
-            generator=generator or torch.Generator().manual_seed(1),
+            seed=1,
         )
 
     def step(self, identity, done, odd):
@@ -187,12 +189,12 @@ class Machine(RuleBasedStateMachine):
             assert torch.equal(sample["index"], index)
         if self.sampler == "strided clips":
             return
-        steps = {int(s["number"]): s for episode in self.stored for s in episode}
         places = {
             int(s["number"]): (e, t) for e, ep in enumerate(self.stored) for t, s in enumerate(ep)
         }
-        for number, got in zip(numbers, sample.unbind(0), strict=True):
-            expected = steps[number]
+        drawn = [places[number] for number in numbers]
+        for (e, t), got in zip(drawn, sample.unbind(0), strict=True):
+            expected = self.stored[e][t]
             for key in expected.keys(True, True):
                 if key not in (("next", "done"), "text"):
                     assert torch.equal(got[key], expected[key]), key
@@ -200,25 +202,13 @@ class Machine(RuleBasedStateMachine):
             self.rb.update_priority(index, torch.arange(len(numbers)) % 3)
         ends = sample["next", "done"].flatten().tolist()
         assert ends[-1]
-        for (here, there), end in zip(pairwise(numbers), ends, strict=False):
-            (e, t), following = places[here], places[there]
+        for ((e, t), following), end in zip(pairwise(drawn), ends, strict=False):
             assert end or following == (e, t + 1)
 
-    @rule(how=st.sampled_from(["state_dict", "pickle", "dumps"]))
+    @rule(how=st.sampled_from(HOW))
     def checkpoint(self, how):
-        if how == "pickle":
-            generator = torch.Generator()
-            generator.set_state(self.rb._rng.get_state())
-            self.rb = pickle.loads(pickle.dumps(self.rb))
-            self.rb.set_rng(generator)
-            return
-        fresh = self.new()
-        if how == "state_dict":
-            fresh.load_state_dict(self.rb.state_dict())
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                self.rb.dumps(folder)
-                fresh.loads(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            fresh = saved(self.rb, how, folder, self.new())
         assert torch.equal(fresh._rng.get_state(), self.rb._rng.get_state())
         if self.stored and self.rb.can_sample():
             # Both go on alike.

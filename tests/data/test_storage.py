@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -44,23 +47,19 @@ def test_tensorclasses_below_the_root_have_memory_of_their_own(flushed):
     ("here", "there", "agree"), [(0.0, -0.0, False), (float("nan"), float("nan"), True)]
 )
 def test_rows_are_shared_where_bits_agree(make, here, there, agree):
-    storage, done = EpisodeStorage(10), torch.tensor([False, True])
-    following = {"x": torch.full((2,), there), "done": done}
-    episode = TensorDict({"x": torch.full((2,), here), "next": following}, [2])
+    storage = EpisodeStorage(10)
+    episode = make.whole({"x": torch.full((2,), here), "next": {"x": torch.full((2,), there)}}, 2)
     storage.append(episode)
     assert (("next", "x") in storage.shared_keys) == agree
     assert make.steps(storage[:]) == make.steps(episode)
 
 
-def test_images_take_half_the_bytes_of_a_plain_buffer():
+def test_images_take_half_the_bytes_of_a_plain_buffer(make):
     generator = torch.Generator().manual_seed(0)
 
     def episode(length):
         seen = torch.randint(256, (length + 1, 64, 64, 3), generator=generator, dtype=torch.uint8)
-        done = torch.arange(length)[:, None] == length - 1
-        return TensorDict(
-            {"pixels": seen[:-1], "next": {"pixels": seen[1:], "done": done}}, [length]
-        )
+        return make.whole({"pixels": seen[:-1], "next": {"pixels": seen[1:]}}, length)
 
     storage, plain = EpisodeStorage(3000), LazyTensorStorage(3000)
     for _ in range(40):
@@ -107,12 +106,15 @@ def test_tensors_that_cannot_be_stored_are_refused_before_anything_leaves(make):
     storage.append(steps(1.0))
     storage.append(steps(2.0))
     before = make.steps(storage[:])
+    a, sparse, elsewhere = (
+        torch.zeros(2, 2),
+        torch.eye(2, 3).to_sparse(),
+        torch.zeros(2, 3).to("meta"),
+    )
     bad = {
         "'a'.* on device meta": steps(3.0, "meta"),
-        "'x'.*sparse": TensorDict({"a": torch.zeros(2, 2), "x": torch.eye(2, 3).to_sparse()}, [2]),
-        "'x'.*on device meta": TensorDict(
-            {"a": torch.zeros(2, 2), "x": torch.zeros(2, 3, device="meta")}, [2]
-        ),
+        "'x'.*sparse": TensorDict({"a": a, "x": sparse}, [2]),
+        "'x'.*on device meta": TensorDict({"a": a, "x": elsewhere}, [2]),
     }
     for message, data in bad.items():
         with pytest.raises(ValueError, match=message):
@@ -122,32 +124,28 @@ def test_tensors_that_cannot_be_stored_are_refused_before_anything_leaves(make):
             EpisodeStorage(4).append(data)
 
 
-def test_a_pending_conjugation_or_negation_is_carried_out():
+def test_a_pending_conjugation_or_negation_is_carried_out(make):
     z = torch.randn(3, 2, dtype=torch.complex64)
-    done = torch.tensor([False, False, True])
     x = z.conj().imag
     assert x.is_neg()
     after = torch.cat([x[1:], x[:1]])
     for lazy in (False, True):
         storage = EpisodeStorage(20)
         for following in (after, after + 1):
-            data = TensorDict({"x": x, "z": z.conj(), "next": {"x": following, "done": done}}, [3])
+            data = make.whole({"x": x, "z": z.conj(), "next": {"x": following}}, 3)
             storage.append(lazy_stack(list(data.unbind(0))) if lazy else data)
         assert torch.equal(storage[:]["x"], torch.cat([x, x]))
         assert torch.equal(storage[:]["z"], torch.cat([z.conj(), z.conj()]))
 
 
 def test_objects_of_episodes_that_left_are_let_go(make):
-    import gc
-    import weakref
-
     class Thing:
         pass
 
     storage, thing = EpisodeStorage(4), Thing()
     watch = weakref.ref(thing)
     for item in (thing, None, None):
-        data = TensorDict({"next": {"done": torch.tensor([False, True])}}, [2])
+        data = make.whole({}, 2)
         data["thing"] = [item, item]
         storage.append(data)
         del data
@@ -159,10 +157,9 @@ def test_objects_of_episodes_that_left_are_let_go(make):
 def test_a_foreign_writer_is_refused(make):
     for cls in (ReplayBuffer, TensorDictReplayBuffer):
         rb = cls(storage=EpisodeStorage(20))
-        with pytest.raises(TypeError, match="writer=EpisodeWriter"):
-            rb.extend(make.vectors([3]))
-        with pytest.raises(TypeError, match="writer=EpisodeWriter"):
-            rb.add(make.vectors([3])[0])
+        for write, data in ((rb.extend, make.vectors([3])), (rb.add, make.vectors([3])[0])):
+            with pytest.raises(TypeError, match="writer=EpisodeWriter"):
+                write(data)
         assert len(rb) == 0
 
 
@@ -189,10 +186,8 @@ def test_inference_mode_and_default_devices_do_not_matter(make, turns):
 
 def test_tensors_that_require_grad_or_share_memory_are_copied(make):
     storage, weight = EpisodeStorage(20), torch.ones(1, 2, requires_grad=True)
-    done = torch.tensor([False, True])
-    data = TensorDict({"x": weight.expand(2, 2), "next": {"done": done}}, [2])
     for _ in range(3):
-        storage.append(data)
+        storage.append(make.whole({"x": weight.expand(2, 2)}, 2))
     assert not storage[:]["x"].requires_grad
     assert storage[:]["x"].tolist() == [[1.0, 1.0]] * 6
 
@@ -232,31 +227,20 @@ def steps(*shape):
     return TensorDict({"x": torch.zeros(*shape, 1)}, list(shape))
 
 
-append = EpisodeStorage(9).append
+append, with_, SCRATCH = EpisodeStorage(9).append, EpisodeStorage, {"scratch_dir": "folder"}
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
         *(
-            refused(
-                f"{name} must be a positive integer, got {bad!r}",
-                EpisodeStorage,
-                **{"max_steps": 5, name: bad},
-            )
+            refused(f"{name} must be a positive integer, got {bad!r}", with_, **given_)
             for name in ("max_steps", "max_tokens", "max_episodes")
             for bad in (0, -1, 2.5, True, "9")
+            for given_ in [{"max_steps": 5, name: bad}]
         ),
-        refused(
-            "no argument max_size: give max_steps", EpisodeStorage, max_size=1, error=TypeError
-        ),
-        refused(
-            "scratch_dir … use device='cpu', got 'meta'",
-            EpisodeStorage,
-            8,
-            device="meta",
-            scratch_dir="folder",
-        ),
+        refused("no argument max_size: give max_steps", with_, max_size=1, error=TypeError),
+        refused("scratch_dir … use device='cpu', got 'meta'", with_, 8, device="meta", **SCRATCH),
         refused("span must be", EpisodeStorage(3).num_clips, 0),
         refused("nothing is stored", EpisodeStorage(3).__getitem__, slice(None), error=IndexError),
         refused("must be a TensorDict", append, None, error=TypeError),

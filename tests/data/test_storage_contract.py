@@ -21,6 +21,7 @@ from torchrl.data.llm import History
 
 from tests.data.conversations import play, turns_of
 from tests.data.handles import HANDLES
+from tests.data.makers import ends
 from tests.data.saving import HOW, saved
 from tests.tiers import examples, some_fast
 from torchrl_mt.data import (
@@ -76,12 +77,10 @@ def dtypes(lengths, seed=0, first_id=0):
     for dtype in DTYPES:
         values = bits % 2 if dtype == torch.bool else bits
         data[str(dtype)] = values.to(torch.uint8).view(dtype)
-    ends = torch.tensor(lengths).cumsum(0) - 1
     data["nan"] = torch.tensor([float("nan"), -0.0, 0.0, float("inf")])[bits[:, 0] % 4]
     data["empty"] = torch.zeros(len(data), 0)
     data["episode"] = first_id + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    done = torch.zeros(len(data), dtype=torch.bool).index_fill(0, ends, True)
-    data["next"] = {"nan": data["nan"].roll(-1), "done": done}
+    data["next"] = {"nan": data["nan"].roll(-1), "done": ends(*lengths)}
     return data
 
 
@@ -392,40 +391,11 @@ def test_emptying_keeps_the_schema(make, kit, episodes):
     assert held[:].batch_size == (0,)
     with pytest.raises(IndexError, match="not stored"):
         storage.get(index)
-    other = TensorDict({"other": torch.zeros(2), "next": {"done": torch.tensor([0, 1]) > 0}}, [2])
     with pytest.raises(ValueError, match="keys of the first one"):
-        write(make, held, other)
+        write(make, held, make.whole({"other": torch.zeros(2)}, 2))
     data = episodes([2, 5], seed=3)
     write(make, held, data)
     assert make.steps(held[:]) == make.steps(data)
-
-
-# ---- handles ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_a_handle_is_of_its_step_for_good(make, kit, how, tmp_path):
-    held = kit.new(9)
-    storage = storage_of(held)
-    first, second = (write(make, held, make.vectors(n, first_id=n[0])) for n in ([4], [3, 2]))
-    steps = make.steps(held[second])
-    write(make, held, make.vectors([1]))
-    assert storage.places(second).tolist() == list(range(5))
-    assert not storage.contains(first).any()
-    for handle in first:
-        with pytest.raises(IndexError, match="not stored"):
-            storage.get(handle)
-    same = saved(held, how, tmp_path, kit.new(9))
-    assert make.steps(same[second]) == steps
-    write(make, same, make.vectors([9], seed=1, first_id=1))
-    assert make.steps(held[second]) == steps
-    # What is loaded over other steps, or over the same, has other handles.
-    storage.load_state_dict(storage.state_dict())
-    assert make.steps(held[:])[:5] == steps
-    assert not storage.contains(second).any()
-    for handle in second:
-        with pytest.raises(IndexError, match="not stored"):
-            storage.get(handle)
 
 
 # ---- saving -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.data.handles import HANDLES
+from tests.data.makers import ends
 from tests.refusals import check_refused, refused
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -122,14 +123,15 @@ def test_steps_unlike_the_first_of_their_episode_are_refused(make, transform, st
     def turned_lazy(data):
         return lazy_stack([step.clone() for step in data.unbind(0)])
 
+    def spoilt(key, *shape):
+        return lambda d: d.set(key, torch.zeros(len(d), *shape))
+
     data = make.vectors([4, 2])
     spoils = {
-        r"keys of the first one: 'zzz'": lambda d: d.set("zzz", torch.zeros(len(d))),
+        r"keys of the first one: 'zzz'": spoilt("zzz"),
         r"'action' is missing": lambda d: d.exclude("action"),
-        r"\('next', 'reward'\).*\(1,\).*\(2,\)": lambda d: d.set(
-            ("next", "reward"), torch.zeros(len(d), 2)
-        ),
-        r"'action'.*int32.*float32": lambda d: d.set("action", torch.zeros(len(d))),
+        r"\('next', 'reward'\).*\(1,\).*\(2,\)": spoilt(("next", "reward"), 2),
+        r"'action'.*int32.*float32": spoilt("action"),
         r"'action'.*Python object": lambda d: turned_lazy(d.set("action", ["a"] * len(d))),
     }
     for message, spoil in spoils.items():
@@ -154,9 +156,8 @@ def test_memory_is_in_proportion_to_the_open_steps(make):
     rb = buffer(max_steps=10_000)
     long, short = make.vectors([3_000]), make.vectors([1] * 200, first_id=1)
     row_bytes = sum(v.element_size() * v[0].numel() for v in long.values(True, True))
-    short["next", "done"].zero_()
-    short["next", "terminated"].zero_()
-    short["next", "truncated"].zero_()
+    for flag in ("done", "terminated", "truncated"):
+        short["next", flag].zero_()
     for piece in (*long[:-1].split(100), *short.split(50)):
         rb.extend(piece)
         held = rb.writer._open
@@ -189,9 +190,9 @@ class Cut:
 
     def __call__(self, data):
         self.calls += 1
-        ends = (data["next", "done"].squeeze(-1).nonzero().squeeze(-1) + 1).tolist()
-        starts = [max(b, e - self.keep) for b, e in zip([0, *ends], ends, strict=False)]
-        return torch.cat([data[b:e] for b, e in zip(starts, ends, strict=True)])
+        stops = (data["next", "done"].squeeze(-1).nonzero().squeeze(-1) + 1).tolist()
+        starts = [max(b, e - self.keep) for b, e in zip([0, *stops], stops, strict=False)]
+        return torch.cat([data[b:e] for b, e in zip(starts, stops, strict=True)])
 
 
 @examples(12)
@@ -275,8 +276,8 @@ def test_a_flush_that_is_refused_names_the_episode_and_it_can_be_discarded(many)
         takes_many_episodes = many
 
         def __call__(self, data):
-            ends = (data["next", "done"].nonzero().squeeze(1) + 1).tolist()
-            parts = [data[b:e] for b, e in zip([0, *ends], ends, strict=False)]
+            stops = (data["next", "done"].nonzero().squeeze(1) + 1).tolist()
+            parts = [data[b:e] for b, e in zip([0, *stops], stops, strict=False)]
             for part in parts:
                 part["next", "done"][-1] = len(part) < 4
             longer = [torch.cat([p, p.clone()]) if len(p) > 3 else p for p in parts]
@@ -284,10 +285,10 @@ def test_a_flush_that_is_refused_names_the_episode_and_it_can_be_discarded(many)
                 part["next", "done"][-1] = True
             return torch.cat(longer)
 
-    rb = buffer(max_steps=5, transform=Twice(), max_open_steps=10)
-    done = torch.zeros(8, dtype=torch.bool)
-    ids = torch.tensor([1, 1, 2, 2, 2, 2, 3, 3])
-    rb.extend(TensorDict({"episode": ids, "next": {"done": done}}, [8]))
+    rb, ids = buffer(max_steps=5, transform=Twice(), max_open_steps=10), [1] * 2 + [2] * 4 + [3] * 2
+    rb.extend(
+        TensorDict({"episode": torch.tensor(ids), "next": {"done": torch.zeros(8).bool()}}, [8])
+    )
     with pytest.raises(ValueError, match=r"episode 2 .*8 steps .*max_steps=5.*discard\(2\)"):
         rb.writer.flush()
     assert len(rb) == 0
@@ -349,12 +350,10 @@ FIRST = [  # Steps of an open episode, and a whole episode that they cannot be s
 ]
 
 
-def of_one(episode, values, *, done, **more):
-    ends = torch.arange(len(values)).unsqueeze(-1) == len(values) - 1 if done else None
-    flags = torch.zeros(len(values), 1, dtype=torch.bool) if ends is None else ends
-    ids = torch.full((len(values),), episode)
-    data = {"episode": ids, "value": values, "next": {"done": flags}, **more}
-    return TensorDict(data, [len(values)])
+def of_one(episode, values, *, done):
+    """Steps of one episode, that ends if ``done``."""
+    ids, flags = torch.full((len(values),), episode), ends(len(values)) & done
+    return TensorDict({"episode": ids, "value": values, "next": {"done": flags}}, [len(values)])
 
 
 @pytest.mark.parametrize(("held", "whole"), FIRST)

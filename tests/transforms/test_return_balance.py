@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.data.makers import whole
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 from torchrl_mt.transforms import DiscountedReturn, ReturnBalance
 
@@ -23,10 +23,7 @@ def buffer(max_steps=12):
 
 def write(rb, *episodes):
     reward = torch.tensor([[r] for rewards in episodes for r in rewards])
-    ends = torch.tensor([len(rewards) for rewards in episodes]).cumsum(0) - 1
-    done = torch.zeros(len(reward), 1, dtype=torch.bool)
-    done[ends] = True
-    rb.extend(TensorDict({"next": {"reward": reward, "done": done}}, [len(reward)]))
+    rb.extend(whole({"next": {"reward": reward}}, *map(len, episodes)))
 
 
 def count(rb, threshold):
@@ -59,29 +56,21 @@ def test_counts_are_those_of_the_stored_steps(events, threshold):
 
 @settings(max_examples=20)
 @given(
-    outcomes=st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=20),
+    writes=st.lists(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=3), max_size=9),
     decay=st.sampled_from([0.0, 0.5, 0.99]),
     twice=st.booleans(),
 )
-def test_the_outcome_takes_in_each_episode_once(outcomes, decay, twice):
-    rb, balance = buffer(), ReturnBalance(0.0, decay=decay)
-    expected = outcomes[0]
-    for k, outcome in enumerate(outcomes):
+def test_the_outcome_takes_in_each_episode_once_and_in_order(writes, decay, twice):
+    rb, balance, expected = buffer(), ReturnBalance(0.0, decay=decay), None
+    for k, outcomes in enumerate(writes):
         # The last reward of an episode, not any other.
-        write(rb, [7.0] * (k % 4) + [outcome])
-        balance.update(rb.storage)
-        if twice:
+        write(rb, *([7.0] * (k % 4) + [outcome] for outcome in outcomes))
+        for _ in range(1 + twice):
             balance.update(rb.storage)
-        if k:
-            expected = decay * expected + (1 - decay) * outcome
+        for outcome in outcomes:
+            before = outcome if expected is None else expected
+            expected = decay * before + (1 - decay) * outcome
         assert balance.outcome == pytest.approx(expected, abs=1e-9)
-
-
-def test_episodes_written_at_once_are_averaged_in_order():
-    rb, balance = buffer(), ReturnBalance(0.0, decay=0.5)
-    write(rb, [1.0], [0.0, 2.0], [4.0])
-    balance.update(rb.storage)
-    assert balance.outcome == 0.5 * (0.5 * 1.0 + 0.5 * 2.0) + 0.5 * 4.0
 
 
 def test_state_continues():
@@ -122,8 +111,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="storage must be an EpisodeStorage"):
         ReturnBalance(0.0).update(LazyTensorStorage(3))
     rb = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter())
-    done = torch.tensor([[False], [True]])
-    rb.extend(TensorDict({"next": {"done": done, "return": torch.zeros(2, 3)}}, [2]))
+    rb.extend(whole({"next": {"return": torch.zeros(2, 3)}}, 2))
     with pytest.raises(ValueError, match=r"one number per step, got \(3,\)"):
         ReturnBalance(0.0).update(rb.storage)
     with pytest.raises(KeyError, match="'g' is not stored"):

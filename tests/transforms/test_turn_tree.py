@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from tests.buffers import buffer_of
 from tests.data.conversations import turns_of
 from torchrl_mt.transforms import MergeTurns
-from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
 
-from .test_merge_turns import batches, reference_parents, reference_rows
+from .test_merge_turns import batches, reference_parents, same, to_ted
 
 ANSWER, NEWS = 60, 4
 
@@ -111,39 +110,38 @@ def in_one_place(prompts: list[list[int]], stride: int) -> list[torch.Tensor]:
     ]
 
 
-@given(batches, st.sampled_from([1, 2]), st.booleans())
-def test_parents_of_views_copies_and_any_layout(episodes, stride, mixed):
-    turns = [turn for episode in episodes for turn in episode]
-    prompts = in_one_place([turn.prompt for turn in turns], stride)
-    responses = torch.tensor([t for turn in turns for t in turn.response], dtype=torch.int64)
-    sizes = [len(turn.response) for turn in turns]
-    episode = [e for e, episode in enumerate(episodes) for _ in episode]
-    first = [episode.index(e) for e in episode]
-    expected = [parent for episode in episodes for parent in reference_parents(episode)]
-    expected = [
-        k + parent if parent >= 0 else -1 for k, parent in zip(first, expected, strict=True)
-    ]
-    given = prompts, responses.int() if mixed else responses, sizes, episode
-    parents = find_parents(*given)
-    assert parents == expected
-    assert find_parents(*given, claimed=parents) == expected
-    # Others are not believed: a claim may fit the tokens and not be the longest.
-    claims = [parent if parent < 0 else other for parent, other in zip(parents, first, strict=True)]
-    assert find_parents(*given, claimed=claims) == expected
-    assigned = assign_rows(parents, [len(prompt) for prompt in prompts], sizes)
-    rows = reference_rows(episodes)
-    assert assigned.length == [len(row.tokens) for row in rows]
-    assert [episode[k] for k in assigned.first] == [row.episode for row in rows]
+def first_turn(episode):
+    """Parents that may fit the tokens, and are often not the longest turn that does."""
+    return [parent if parent < 0 else 0 for parent in reference_parents(episode)]
+
+
+@given(
+    episodes=batches,
+    stride=st.sampled_from([1, 2]),
+    mixed=st.booleans(),
+    parents=st.sampled_from([None, reference_parents, first_turn]),
+)
+def test_rows_of_views_and_of_any_layout_are_those_of_copies(episodes, stride, mixed, parents):
+    views, dtype = to_ted(episodes, parents=parents), torch.int32 if mixed else torch.int64
+    prompts = in_one_place([turn.prompt for episode in episodes for turn in episode], stride)
+    for turn, prompt in zip(views.unbind(0), prompts, strict=True):
+        turn["tokens", "prompt"] = prompt
+        turn["tokens", "response"] = turn["tokens", "response"].to(dtype)
+    assert same(MergeTurns()(views), MergeTurns()(to_ted(episodes)))
 
 
 def test_a_place_alone_does_not_make_two_vectors_the_same():
     """Vectors that begin in one place may go on differently."""
     memory = torch.arange(40)
 
-    def parents(prompts, responses):
-        return find_parents(prompts, torch.tensor(responses), [1, 1], [0, 0], claimed=[-1, 0])
+    def rows(prompts, responses):
+        parent = {"parent": torch.tensor(-1)}, {"parent": torch.tensor(0)}
+        responses = [torch.tensor([token]) for token in responses]
+        collector = {"traj_ids": torch.tensor(0)}
+        turns = turns_of(prompts, responses, turn=parent.__getitem__, collector=lambda _: collector)
+        return len(MergeTurns()(turns))
 
-    assert parents([memory[:5], memory[:20:2]], [5, 0]) == [-1, -1]
-    assert parents([memory[:5], memory[:9]], [5, 0]) == [-1, 0]
+    assert rows([memory[:5], memory[:20:2]], [5, 0]) == 2
+    assert rows([memory[:5], memory[:9]], [5, 0]) == 1
     # Another answer to the first prompt than the line goes on with.
-    assert parents([memory[:5], memory[:9]], [6, 0]) == [-1, -1]
+    assert rows([memory[:5], memory[:9]], [6, 0]) == 2

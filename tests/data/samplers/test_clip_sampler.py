@@ -83,24 +83,15 @@ def test_clips_are_those_sliced_from_the_stored_episodes(
 ):
     torch.manual_seed(0)
     strict, layout = form != "short", "clips" if form == "clips" else "flat"
-    rb = buffer(
-        max_steps=40,
-        **({"num_slices": 5} if by_number else {"slice_len": slice_len}),
-        stride=stride,
-        strict_length=strict,
-        weighting=weighting,
-        layout=layout,
-        seed=slice_len,
-    )
+    options = {"num_slices": 5} if by_number else {"slice_len": slice_len}
+    options |= {"stride": stride, "strict_length": strict, "weighting": weighting, "layout": layout}
+    rb = buffer(max_steps=40, seed=slice_len, **options)
     for k, length in enumerate(lengths):
         data = (make.turns if turns else make.vectors)([length], seed=k, first_id=k)
+        data["next", "reward"] = torch.randint(-9, 9, (length, 1)).float()
         if not turns:
             data["action"] = torch.randn(length, *shape)
-            data["next", "reward"] = torch.randint(-9, 9, (length, 1)).float()
             data["next", "terminated"] = torch.rand(length, 1) < 0.5
-        else:
-            for step in data.tensordicts:
-                step["next", "reward"] = torch.randint(-9, 9, (1,)).float()
         rb.extend(data)
         clips = [max(held - slice_len * stride + 1, 0) for held in rb.storage.lengths.tolist()]
         if not strict:
@@ -185,8 +176,8 @@ def test_marks_that_are_not_stored_are_in_the_sample(make, cls, layout, flags):
     assert "is_init" not in sample
     clips = sample.reshape(3, 2)
     for name in ("done", "terminated", "truncated"):
-        assert (clips["next", name].dtype, clips["next", name].numel()) == (torch.bool, 6)
-        assert clips["next", name].ndim == (2 if flags else 3)
+        assert clips["next", name].dtype == torch.bool
+        assert clips["next", name].shape == ((3, 2) if flags else (3, 2, 1))
     assert clips["next", "truncated"].view(3, 2).tolist() == [[False, True]] * 3
     assert not clips["next", "terminated"].any()
     assert make.steps(rb[:]) == make.steps(data)  # What is stored has no marks.
@@ -223,14 +214,8 @@ def test_marks_go_where_they_are_asked_for(make):
 def test_clips_are_drawn_uniformly(make, weighting, strict, stride):
     lengths, span = [3, 4, 5, 1, 9, 2], 4
     slice_len = span // stride
-    rb = buffer(
-        max_steps=sum(lengths),
-        slice_len=slice_len,
-        stride=stride,
-        weighting=weighting,
-        strict_length=strict,
-        seed=1,
-    )
+    options = {"stride": stride, "weighting": weighting, "strict_length": strict}
+    rb = buffer(max_steps=sum(lengths), slice_len=slice_len, seed=1, **options)
     rb.extend(make.vectors([7] * 12))
     rb.extend(make.vectors([*lengths], seed=1))
     assert rb.storage.lengths.tolist() == lengths
@@ -251,13 +236,12 @@ def test_each_record_is_gathered_once(make, monkeypatch):
     data["image"] = torch.randn(18, 200)
     rb.extend(data)
     reads, read = [], Windows.read
-    monkeypatch.setattr(
-        Windows,
-        "read",
-        lambda self, plan, shift=0: (
-            reads.append((id(self), shift, plan.span)) or read(self, plan, shift)
-        ),
-    )
+
+    def noted(self, plan, shift=0):
+        reads.append((id(self), shift, plan.span))
+        return read(self, plan, shift)
+
+    monkeypatch.setattr(Windows, "read", noted)
     rb.sample(30)
     assert len(set(reads)) == len(reads)
     assert {span for _, _, span in reads} == {3}
@@ -276,13 +260,11 @@ def test_an_index_that_was_changed_is_read_as_it_is_now(make):
     rb = buffer(slice_len=3)
     rb.extend(make.vectors([9, 9]))
     stored = make.steps(rb[:])
-    for given_ in (2, HANDLES + 2):
+    for given_ in (2, HANDLES + 2, torch.tensor([5, 0, 1, 17, 0, 5])):
         index, _ = rb.sampler.sample(rb.storage, 6)
-        index.fill_(given_)
-        assert make.steps(rb.storage.get(index)) == [stored[2]] * 6
-    index, _ = rb.sampler.sample(rb.storage, 6)
-    index.copy_(rb.storage.places(index))
-    assert make.steps(rb.storage.get(index)) == [stored[i] for i in index.tolist()]
+        index.copy_(given_) if isinstance(given_, torch.Tensor) else index.fill_(given_)
+        meant = (index % HANDLES).tolist()
+        assert make.steps(rb.storage.get(index)) == [stored[i] for i in meant]
 
 
 @pytest.mark.parametrize("layout", ["flat", "clips"])
@@ -317,17 +299,17 @@ def test_few_selections_are_kept_that_are_not_read(make):
         assert make.steps(rb.storage.get(index)) == make.steps(rb.storage.get(index))
 
 
+OPTIONS = [
+    {},
+    {"stride": 2},
+    {"strict_length": False, "pad_output": True},
+    {"span": True, "pad_output": True, "burn_in": 1},
+    {"truncated_key": None, "init_key": "begins"},
+]
+
+
 @pytest.mark.parametrize("layout", ["flat", "clips"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stride": 2},
-        {"strict_length": False, "pad_output": True},
-        {"span": True, "pad_output": True, "burn_in": 1},
-        {"truncated_key": None, "init_key": "begins"},
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_an_index_is_read_the_same_twice_copied_and_sent(make, layout, options, tmp_path):
     rb = buffer(slice_len=3, layout=layout, **options)
     data = make.vectors([2, 9, 7])
@@ -439,11 +421,7 @@ def test_the_generator_decides(make, sampler, own):
     """The buffer's, or the global one of a buffer that has none."""
     draws = []
     for seed in (0, 0, 1):
-        rb = buffer_of(
-            100,
-            sampler(slice_len=2),
-            generator=torch.Generator().manual_seed(seed) if own else None,
-        )
+        rb = buffer_of(100, sampler(slice_len=2), seed=seed if own else None)
         rb.extend(make.vectors([9, 9]))
         torch.manual_seed(len(draws) if own else seed)
         draws.append(rb.sample(40, return_info=True)[1]["index"].tolist())
@@ -475,11 +453,6 @@ def test_flags_keep_the_shape_and_dtype_that_they_are_stored_with(cls, stride, f
     for name in ("done", "terminated", "truncated"):
         flag, stored = sample["next", name], flags.get(name, like)
         assert (flag.dtype, flag.shape[1:]) == (stored.dtype, stored.shape[1:])
-        if name in flags:
-            assert torch.equal(sample["next", name], flag)
         if name != "terminated":
             assert flag[1::2].bool().all()
     assert not sample["next", "truncated"][::2].any()
-    if "terminated" in flags and "truncated" in flags:
-        both = sample["next", "terminated"] | sample["next", "truncated"]
-        assert both.shape == (8, *like.shape[1:])

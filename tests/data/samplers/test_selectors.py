@@ -167,17 +167,12 @@ def test_each_buffer_on_a_storage_has_its_own_generator(make, name, others):
 # ---- the step -----------------------------------------------------------------------------------
 
 
-def telling(told):
-    def selector(step, storage, num_slices, span):
-        told.append(step)
-        return torch.zeros(num_slices, dtype=torch.int64)
-
-    return selector
-
-
 def test_the_step_is_counted_set_and_given(make):
-    told, sampler = [], PrioritizedClipSampler(slice_len=3)
-    rb = buffer(telling(told))
+    def selector(step, *args):
+        told.append(step)
+        return always(0, step, *args)
+
+    told, sampler, rb = [], PrioritizedClipSampler(slice_len=3), buffer(selector)
     rb.extend(make.vectors([9]))
     assert rb.sampler.step == 0
     rb.sample(), rb.sample()
@@ -201,18 +196,25 @@ def test_a_refused_sample_leaves_the_step(make):
     rb = buffer(lambda *_: None)
     rb.extend(make.vectors([9]))
     rb.sampler.step = 3
-    for call in (partial(rb.sample), partial(rb.sampler.sample, rb.storage, 12, step=9)):
+    sample = partial(rb.sampler.sample, rb.storage, 12)
+    for call in (rb.sample, partial(sample, step=9)):
         with pytest.raises(TypeError, match="selector must give clip indices"):
             call()
     for step in (-1, 1.0, True, "4", torch.tensor(2)):
-        with pytest.raises(ValueError, match="step must be an integer of at least 0, got"):
-            rb.sampler.step = step
-        with pytest.raises(ValueError, match="step must be an integer of at least 0, got"):
-            rb.sampler.sample(rb.storage, 12, step=step)
+        for call in (partial(setattr, rb.sampler, "step", step), partial(sample, step=step)):
+            with pytest.raises(ValueError, match="step must be an integer of at least 0, got"):
+                call()
     assert rb.sampler.step == 3
 
 
 # ---- bad arguments ------------------------------------------------------------------------------
+
+
+OF_TWO = r"integers of shape \(2,\), got torch.float32 and \(1,\)"
+
+
+def of_floats(*_):
+    return torch.zeros(1)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +229,9 @@ def test_a_refused_sample_leaves_the_step(make):
         (lambda: uniform, RuntimeError, "no stored episode holds a clip of 5 steps"),
         (lambda: recent(3), RuntimeError, "no stored episode holds a clip of 5 steps"),
         (
-            lambda: linear_mix(uniform, lambda *_: torch.zeros(1), 2),
+            lambda: linear_mix(uniform, of_floats, 2),
             ValueError,
-            r"integers of shape \(2,\), got torch.float32 and \(1,\)",
+            r"\(2,\), got torch.float32 and \(1,\)",
         ),
     ],
 )

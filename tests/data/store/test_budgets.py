@@ -9,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.modules.llm.policies import Tokens
 
+from tests.data import makers
 from tests.data.conversations import turns_of
 from tests.tiers import examples
 from torchrl_mt.data import EpisodeStorage, EpisodeWriter
@@ -146,10 +147,8 @@ def test_the_same_conversations_count_the_same_whatever_came_before():
 
 def dense(lengths, first_id):
     """Whole episodes of vectors, one after the other."""
-    done = torch.zeros(sum(lengths), 1, dtype=torch.bool)
-    done[torch.tensor(lengths).cumsum(0) - 1] = True
     ids = torch.arange(first_id, first_id + len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return TensorDict({"episode": ids, "next": {"done": done}}, [len(ids)])
+    return makers.whole({"episode": ids}, *lengths)
 
 
 @pytest.mark.parametrize(

@@ -3,32 +3,22 @@
 That a handle stays with its step is a part of ``test_model.py``.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from tests.data.handles import HANDLES
 from torchrl_mt.data import EpisodeStorage
 
 
-def steps(numbers, identity):
-    """A whole episode of numbered steps."""
-    done = torch.zeros(len(numbers), 1, dtype=torch.bool)
-    done[-1] = True
-    ids = torch.full((len(numbers),), identity)
-    return TensorDict(
-        {"number": torch.tensor(numbers), "id": ids, "next": {"done": done}}, [len(numbers)]
-    )
-
-
 @pytest.fixture
-def stored():
+def stored(make):
     """A storage of steps 3 to 9, from which others have left."""
     storage = EpisodeStorage(7)
-    storage.append(steps(list(range(3)), 0))
-    storage.append(steps(list(range(3, 7)), 1))
-    storage.append(steps(list(range(7, 10)), 2))
+    for first, end in pairwise([0, 3, 7, 10]):
+        storage.append(make.whole({"number": torch.arange(first, end)}, end - first))
     return storage
 
 
@@ -58,9 +48,8 @@ def test_what_is_not_stored_is_said(stored):
             stored[handle]
     with pytest.raises(IndexError, match=f"2 steps .* such as {HANDLES}.* from {HANDLES + 3}"):
         stored[[HANDLES, HANDLES + 4, HANDLES + 11]]
-    with pytest.raises(IndexError, match=r"index must lie in \[-7, 7\)"):
-        stored[[HANDLES + 4, 7]]
-    with pytest.raises(IndexError, match=r"index must lie in \[-7, 7\)"):
-        stored[HANDLES - 1]
+    for index in ([HANDLES + 4, 7], HANDLES - 1):
+        with pytest.raises(IndexError, match=r"index must lie in \[-7, 7\)"):
+            stored[index]
     with pytest.raises(TypeError, match=r"integer dtype, got torch\.float64"):
         stored[[float(HANDLES + 4)]]

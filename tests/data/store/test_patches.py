@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.data import makers
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
@@ -25,18 +26,13 @@ def buffer(max_steps=8, cls=TensorDictReplayBuffer, **kwargs):
 def episode(first, steps):
     """Steps whose state is small, and whose picture does not go in a record."""
     number = torch.arange(first, first + steps)
-    done = torch.zeros(steps, 1, dtype=torch.bool)
-    done[-1] = True
-    return TensorDict(
-        {
-            "number": number,
-            "state": number[:, None].float() * torch.ones(3),
-            "picture": number[:, None].float() * torch.ones(200),
-            "version": torch.zeros(steps, 1, dtype=torch.int64),
-            "next": {"done": done},
-        },
-        [steps],
-    )
+    data = {
+        "number": number,
+        "state": number[:, None].float() * torch.ones(3),
+        "picture": number[:, None].float() * torch.ones(200),
+        "version": torch.zeros(steps, 1, dtype=torch.int64),
+    }
+    return makers.whole(data, steps)
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])

@@ -23,8 +23,15 @@ def cartpole():
     return TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
 
 
-def parallel():
-    return ParallelEnv(2, cartpole, mp_start_method="fork")
+FORKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks processes"),
+]
+ENVS = {
+    "single": lambda: cartpole,
+    "serial": lambda: SerialEnv(2, cartpole),
+    "parallel": lambda: ParallelEnv(2, cartpole, mp_start_method="fork"),
+}
 
 
 def check_cartpole(rb, collected):
@@ -54,29 +61,15 @@ def check_cartpole(rb, collected):
 
 
 @needs_gymnasium
-@pytest.mark.parametrize(
-    "make_env",
-    [
-        pytest.param(lambda: cartpole, id="single"),
-        pytest.param(lambda: SerialEnv(2, cartpole), id="serial"),
-        pytest.param(
-            parallel,
-            id="parallel",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(sys.platform != "linux", reason="forks processes"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("env", ["single", "serial", pytest.param("parallel", marks=FORKS)])
 # A game of a random policy takes about 20 steps: a batch ends within one, or holds several.
 @pytest.mark.parametrize("frames_per_batch", [14, slow(98)])
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("extend_buffer", [False, True])
-def test_cartpole_games_are_stored_whole(make_env, frames_per_batch, cls, extend_buffer):
+def test_cartpole_games_are_stored_whole(env, frames_per_batch, cls, extend_buffer):
     rb = buffer_of(150, ClipSampler(slice_len=4), cls=cls, batch_size=32)
     collector = Collector(
-        make_env(),
+        ENVS[env](),
         frames_per_batch=frames_per_batch,
         total_frames=35 * 14,
         replay_buffer=rb,

@@ -4,6 +4,7 @@ Each combination gives the stored steps and never mixes episodes, or is refused 
 """
 
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -33,6 +34,8 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 from tests.buffers import buffer_of
+from tests.data import makers
+from tests.refusals import check_refused, refused
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -76,40 +79,34 @@ def staleness_aware(**kwargs):
     return sampler
 
 
-SAMPLERS = {
-    "RandomSampler": (lambda: RandomSampler(), 1),
-    "SamplerWithoutReplacement": (lambda: SamplerWithoutReplacement(), 1),
-    "SamplerWithoutReplacement(drop_last)": (lambda: SamplerWithoutReplacement(drop_last=True), 1),
-    "SliceSampler(traj_key)": (lambda: SliceSampler(slice_len=3, traj_key=KEY), 3),
-    "SliceSampler(end_key)": (lambda: SliceSampler(slice_len=3, end_key=("next", "done")), 3),
-    "SliceSampler(num_slices)": (lambda: SliceSampler(num_slices=4), 3),
-    "SliceSampler(cache_values)": (
-        lambda: SliceSampler(slice_len=3, traj_key=KEY, cache_values=True),
-        3,
-    ),
-    "SliceSamplerWithoutReplacement": (
-        lambda: SliceSamplerWithoutReplacement(slice_len=3, traj_key=KEY),
-        3,
-    ),
-    "PromptGroupSampler": (lambda: PromptGroupSampler(num_groups=2, group_key=KEY), 1),
-    "PromptGroupSampler(reward)": (
-        lambda: PromptGroupSampler(num_groups=2, group_key=KEY, strategy="reward"),
-        1,
-    ),
-    "StalenessAwareSampler": (lambda: staleness_aware(version_key="action"), 1),
-    "ClipSampler": (lambda: ClipSampler(slice_len=3), 3),
-    "PrioritizedClipSampler": (lambda: PrioritizedClipSampler(slice_len=3), 3),
-    "EpisodeSampler": (lambda: EpisodeSampler(), 1),
-}
+SLICES, GROUPS = {"slice_len": 3, "traj_key": KEY}, {"num_groups": 2, "group_key": KEY}
+SAMPLERS = [
+    (RandomSampler, {}),
+    (SamplerWithoutReplacement, {}),
+    (SamplerWithoutReplacement, {"drop_last": True}),
+    (SliceSampler, SLICES),
+    (SliceSampler, {"slice_len": 3, "end_key": ("next", "done")}),
+    (SliceSampler, {"num_slices": 4}),
+    (SliceSampler, SLICES | {"cache_values": True}),
+    (SliceSamplerWithoutReplacement, SLICES),
+    (PromptGroupSampler, GROUPS),
+    (PromptGroupSampler, GROUPS | {"strategy": "reward"}),
+    (staleness_aware, {"version_key": "action"}),
+    (ClipSampler, {"slice_len": 3}),
+    (PrioritizedClipSampler, {"slice_len": 3}),
+    (EpisodeSampler, {}),
+]
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
 @pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_give_stored_steps_while_episodes_come_and_go(make, name, cls, prefetch):
-    sampler, span = SAMPLERS[name]
-    batch_size = 3 if name == "EpisodeSampler" else 12
-    rb = buffer(sampler(), cls=cls, prefetch=prefetch, batch_size=batch_size)
+@pytest.mark.parametrize(("sampler", "options"), SAMPLERS)
+def test_samplers_give_stored_steps_while_episodes_come_and_go(
+    make, sampler, options, cls, prefetch
+):
+    span = 3 if {"slice_len", "num_slices"} & options.keys() else 1
+    batch_size = 3 if sampler is EpisodeSampler else 12
+    rb = buffer(sampler(**options), cls=cls, prefetch=prefetch, batch_size=batch_size)
     left = 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A group .or the set of groups. was smaller")
@@ -185,53 +182,43 @@ def by_recency():
     return PromptGroupSampler(num_groups=1, group_key=KEY, strategy="recency")
 
 
-def written(make, cls, sampler):
+def written(sampler, cls):
     rb = buffer(cls=cls)
     rb.set_sampler(sampler)
-    rb.extend(make.vectors([3]))
+    rb.extend(makers.vectors([3]))
 
 
-def sampled(make, cls, **parts):
+def sampled(cls, **parts):
     rb = cls(**{"storage": EpisodeStorage(20), **parts}, batch_size=4)
-    rb.extend(make.vectors([5]))
+    rb.extend(makers.vectors([5]))
     rb.sample()
+
+
+TIED = [PrioritizedSampler, PrioritizedSliceSampler, StreamingSliceSampler]
+OURS = [ClipSampler(slice_len=2), PrioritizedClipSampler(slice_len=2), EpisodeSampler()]
+OF_OURS, THEIRS = "samples from an EpisodeStorage, got LazyTensorStorage", LazyTensorStorage(20)
+IN_RUNS = {"writer": EpisodeWriter(), "sample_unit": Sequence(length=3)}
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "error", "text"),
     [
         *(
-            (
-                lambda *args, kind=kind: written(*args, tied(kind)),
-                "use ClipSampler, Prioritized.* or",
-            )
-            for kind in (PrioritizedSampler, PrioritizedSliceSampler, StreamingSliceSampler)
+            refused("use ClipSampler, Prioritized… or", written, tied(kind), error=TypeError)
+            for kind in TIED
         ),
-        (lambda *args: written(*args, by_recency()), r"from 2\*\*52 on: use another strategy"),
-        (lambda _, cls: buffer(ConsumingSampler(), cls=cls), "ConsumingSampler requires a writer"),
-        (
-            lambda *args: sampled(*args, writer=EpisodeWriter(), sample_unit=Sequence(length=3)),
-            "Sequence requires .*; got EpisodeStorage",
-        ),
+        refused("from 2**52 on: use another strategy", written, by_recency(), error=TypeError),
+        refused("ConsumingSampler requires a writer", buffer, ConsumingSampler(), error=TypeError),
+        refused("Sequence requires …; got EpisodeStorage", sampled, **IN_RUNS, error=TypeError),
         *(
-            (
-                lambda *args, ours=ours: sampled(
-                    *args, storage=LazyTensorStorage(20), sampler=ours
-                ),
-                "samples from an EpisodeStorage, got LazyTensorStorage",
-            )
-            for ours in (
-                ClipSampler(slice_len=2),
-                PrioritizedClipSampler(slice_len=2),
-                EpisodeSampler(),
-            )
+            refused(OF_OURS, sampled, storage=THEIRS, sampler=ours, error=TypeError)
+            for ours in OURS
         ),
     ],
 )
-def test_what_does_not_compose_is_refused(make, cls, call, message):
-    with pytest.raises(TypeError, match=message):
-        call(make, cls)
+def test_what_does_not_compose_is_refused(cls, call, error, text):
+    check_refused(partial(call, cls=cls), error, text)
 
 
 @pytest.mark.parametrize("cls", BUFFERS)
@@ -266,13 +253,9 @@ def test_transforms_run_on_what_is_sampled(make):
     scaled.append_transform(RewardScaling(1.0, 2.0, in_keys=[("next", "reward")]))
     for rb in (plain, scaled):
         rb.extend(make.vectors([5, 6]))
-    sample = scaled.sample()
-    for step in sample:
-        index = int(
-            (plain[:][KEY] * 10 + plain[:]["step"] == step[KEY] * 10 + step["step"]).nonzero()
-        )
-        expected = 2.0 * plain[index]["next", "reward"] + 1.0
-        torch.testing.assert_close(step["next", "reward"], expected)
+    sample, info = scaled.sample(return_info=True)
+    expected = 2.0 * plain[scaled.storage.places(info["index"])]["next", "reward"] + 1.0
+    torch.testing.assert_close(sample["next", "reward"], expected)
     # The stored steps stay as they are.
     torch.testing.assert_close(scaled.storage[:]["next", "reward"], plain[:]["next", "reward"])
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tests.buffers import buffer_of
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter, PrioritizedClipSampler
+from torchrl_mt.data import ClipSampler, PrioritizedClipSampler
 
 SPAN = 3
 needs_fork = pytest.mark.skipif(
@@ -66,6 +66,13 @@ def loader(dataset, context, workers=2, **kwargs):
     )
 
 
+@pytest.fixture
+def filled(make):
+    rb = buffer()
+    rb.extend(make.vectors([6, 5, 7]))
+    return rb
+
+
 def check(rb, sample):
     stored = rb[:]
     step_of = {tuple(row.tolist()): i for i, row in enumerate(stored["observation"])}
@@ -97,11 +104,9 @@ def test_forked_workers_draw_apart_unless_the_buffer_has_a_generator(make):
         return torch.stack(seen[0]), torch.stack(seen[1])
 
     data = make.vectors([9, 8, 7])
-    for rb, same, kwargs in (
-        (buffer(), False, {}),
-        (buffer(generator=torch.Generator().manual_seed(0)), True, {}),
-        (buffer(generator=torch.Generator().manual_seed(0)), False, {"worker_init_fn": own}),
-    ):
+    cases = (None, False, {}), (0, True, {}), (0, False, {"worker_init_fn": own})
+    for seed, same, kwargs in cases:
+        rb = buffer(seed=seed)
         rb.extend(data)
         first, second = drawn(rb, **kwargs)
         assert torch.equal(first, second) == same
@@ -110,13 +115,9 @@ def test_forked_workers_draw_apart_unless_the_buffer_has_a_generator(make):
 @needs_fork
 def test_large_samples_arrive_whole(make):
     """Their memory is used again in the worker as soon as it has sent them."""
-    rb = TensorDictReplayBuffer(
-        storage=EpisodeStorage(20_000),
-        writer=EpisodeWriter(),
-        sampler=ClipSampler(slice_len=100),
-        batch_size=100 * 1000,  # 1.2 MB of observations
-        generator=torch.Generator().manual_seed(0),
-    )
+    size = 100 * 1000  # 1.2 MB of observations
+    sampler = ClipSampler(slice_len=100)
+    rb = buffer_of(20_000, sampler, cls=TensorDictReplayBuffer, batch_size=size, seed=0)
     rb.extend(make.vectors([150] * 20))
     batches = [sample for _, sample in loader(Clips(rb, 5), "fork", workers=1)]
     for batch in batches:
@@ -125,19 +126,15 @@ def test_large_samples_arrive_whole(make):
         assert torch.equal(batch["next", "observation"], expected["next", "observation"])
 
 
-def test_spawned_workers_are_refused_with_the_ways_out(make):
-    rb = buffer()
-    rb.extend(make.vectors([6, 5, 7]))
+def test_spawned_workers_are_refused_with_the_ways_out(filled):
     with pytest.raises(RuntimeError, match=r"service_backend=.ray.*pickle\.dumps\(buffer\).*dumps"):
-        next(iter(loader(Clips(rb), "spawn")))
-    check(rb, rb.sample())
+        next(iter(loader(Clips(filled), "spawn")))
+    check(filled, filled.sample())
 
 
 @pytest.mark.slow
-def test_spawned_workers_unpack_a_copy(make):
-    rb = buffer()
-    rb.extend(make.vectors([6, 5, 7]))
-    batches = list(loader(ClipsOfACopy(rb), "spawn", workers=1))
+def test_spawned_workers_unpack_a_copy(filled):
+    batches = list(loader(ClipsOfACopy(filled), "spawn", workers=1))
     assert len(batches) == 4
     for _, sample in batches:
-        check(rb, sample)
+        check(filled, sample)

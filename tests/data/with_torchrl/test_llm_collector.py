@@ -3,14 +3,12 @@
 Its steps are lazy stacks that hold ``History`` objects, ragged tokens and log-probabilities.
 """
 
-import dataclasses
 import functools
 import re
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass, lazy_stack
-from tensordict.utils import is_non_tensor
+from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import (
@@ -28,6 +26,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 
 from tests.buffers import buffer_of
+from tests.data import makers
 from tests.tiers import slow
 from torchrl_mt.data import EpisodeSampler, EpisodeWriter
 from torchrl_mt.testing import tiny_chat_model
@@ -121,14 +120,9 @@ def make_collector(mode, num_envs, *, count_trajs=False, **kwargs):
     )
 
 
-def make_buffer(cls=ReplayBuffer, *, max_steps=100, batch_size=3, writer=None):
-    return buffer_of(
-        max_steps,
-        EpisodeSampler(replacement=False),
-        cls=cls,
-        writer=writer or EpisodeWriter(),
-        batch_size=batch_size,
-    )
+def make_buffer(cls=ReplayBuffer, *, batch_size=3, **kwargs):
+    sampler = EpisodeSampler(replacement=False)
+    return buffer_of(100, sampler, cls=cls, batch_size=batch_size, **kwargs)
 
 
 def fill(rb, mode, num_envs, **kwargs):
@@ -138,27 +132,11 @@ def fill(rb, mode, num_envs, **kwargs):
     return collector
 
 
-def plain(value):
-    """A value as Python objects that compare by type, shape and content."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.tolist()
-    if is_non_tensor(value):
-        return plain(value.tolist() if isinstance(value, NonTensorStack) else value.data)
-    if is_tensorclass(value):
-        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return type(value), tuple(value.batch_size), fields
-    if is_tensor_collection(value):
-        return {key: plain(value.get(key)) for key in sorted(value.keys())}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return value
-
-
 def plain_steps(data):
     """The steps of a batch, row after row."""
     if data.ndim > 1:
         return [step for row in data.unbind(0) for step in plain_steps(row)]
-    return [plain(step) for step in data.unbind(0)]
+    return makers.steps(data)
 
 
 @functools.lru_cache
@@ -168,8 +146,8 @@ def dialogs(mode, num_envs, **kwargs):
     ended = []
     for batch in make_collector(mode, num_envs, **kwargs):
         for row, steps in enumerate(batch.unbind(0) if batch.ndim > 1 else [batch]):
-            for step in steps.unbind(0):
-                begun[row].append(plain(step))
+            for step, told in zip(steps.unbind(0), plain_steps(steps), strict=True):
+                begun[row].append(told)
                 if step["next", "done"].any():
                     ended.append(begun[row])
                     begun[row] = []
@@ -200,8 +178,7 @@ def test_batches_of_turns_become_dialogs(cls, mode, num_envs):
 )
 def test_completed_dialogs_are_stored_as_they_come(mode, num_envs, yield_only_last_steps):
     kwargs = {"yield_completed_trajectories": True}
-    if yield_only_last_steps:
-        kwargs["yield_only_last_steps"] = True
+    kwargs |= {"yield_only_last_steps": True} if yield_only_last_steps else {}
     rb = make_buffer()
     fill(rb, mode, num_envs, **kwargs)
     ended, unfinished = dialogs(mode, num_envs, **kwargs)

@@ -55,15 +55,8 @@ def test_grpo_loss_as_the_page_shows_it(model, tokenizer):
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    names = {
-        "TransformersWrapper": TransformersWrapper,
-        "ExperienceMaker": ExperienceMaker,
-        "GRPOLoss": GRPOLoss,
-        "model": model,
-        "reference": reference,
-        "tokenizer": tokenizer,
-        "rows": rows(0),
-    }
+    names = {each.__name__: each for each in (TransformersWrapper, ExperienceMaker, GRPOLoss)}
+    names |= {"model": model, "reference": reference, "tokenizer": tokenizer, "rows": rows(0)}
     exec(plain, names)
     ours = MultiTurnLoss(model, objective="ppo", aggregation="token_mean", kl_coef=0.1)
     theirs = gradient(model, names["loss_module"](names["rows"]).loss_objective)

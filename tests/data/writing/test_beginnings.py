@@ -1,7 +1,8 @@
 """A writer says so if ids are numbered anew, and only then."""
 
-import itertools
 import logging
+import random
+from itertools import count, islice, product
 
 import pytest
 import torch
@@ -9,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
-from torchrl.data import ReplayBuffer
 from torchrl.envs import InitTracker, StepCounter, TransformedEnv
 from torchrl.testing.mocking_classes import CountingEnv
 
+from tests.buffers import buffer_of
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
 
 SAID = "lacks its beginning"
 
 
-def buffer():
-    return ReplayBuffer(storage=EpisodeStorage(10_000), writer=EpisodeWriter())
+def buffer(max_steps=10_000, **kwargs):
+    return buffer_of(max_steps, **kwargs)
 
 
 class Said(logging.Handler):
@@ -42,64 +42,37 @@ class Said(logging.Handler):
 class Envs:
     """Environments whose steps come in batches, as a collector's do."""
 
-    def __init__(self, number, seed, *, cells=1_000_000):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.cells = cells
-        self.number, self.episodes = number, 0
-        self.now = [self.reset() for _ in range(number)]
+    def __init__(self, number, seed, is_init=False, *, cells=1_000_000):
+        draw, ids = random.Random(seed), count(1)
+        self.rows = [self.play(draw, ids, is_init, cells) for _ in range(number)]
 
-    def draw(self, stop):
-        return int(torch.randint(stop, (), generator=self.generator))
-
-    def reset(self):
-        self.episodes += 1
-        return {"id": self.episodes, "seen": 0, "length": 1 + self.draw(9), "at": 0}
-
-    def step(self, i):
-        env = self.now[i]
-        after = self.draw(self.cells)
-        done = env["at"] + 1 == env["length"]
-        step = {
-            "id": env["id"],
-            "at": env["at"],
-            "is_init": env["at"] == 0,
-            "seen": env["seen"],
-            "after": after,
-            "done": done,
-        }
-        self.now[i] = self.reset() if done else {**env, "seen": after, "at": env["at"] + 1}
-        return step
+    def play(self, draw, ids, is_init, cells):
+        """The steps of one environment, without end."""
+        for episode in ids:
+            seen, length = 0, draw.randint(1, 9)
+            for at in range(length):
+                after, done = draw.randrange(cells), torch.tensor([at + 1 == length])
+                following = {"observation": torch.tensor([after]), "done": done}
+                step = {
+                    "observation": torch.tensor([seen]),
+                    "at": torch.tensor([at]),
+                    "collector": {"traj_ids": torch.tensor(episode)},
+                    "next": {**following, "truncated": torch.zeros_like(done)},
+                }
+                yield TensorDict(step | ({"is_init": torch.tensor([at == 0])} if is_init else {}))
+                seen = after
 
     def batch(self, length):
-        return [[self.step(i) for _ in range(length)] for i in range(self.number)]
+        return torch.stack([torch.stack(list(islice(row, length))) for row in self.rows])
 
 
-def renumbered(rows):
+def renumbered(batch):
     """The ids of each row begin after the largest one of the row before."""
-    largest, out = -1, []
-    for row in rows:
-        ids = [step["id"] + largest + 1 for step in row]
-        out.append([{**step, "id": i} for step, i in zip(row, ids, strict=True)])
-        largest = max(ids)
-    return out
-
-
-def steps(rows, is_init):
-    flat = [step for row in rows for step in row]
-    done = torch.tensor([[step["done"]] for step in flat])
-    data = {
-        "observation": torch.tensor([[step["seen"]] for step in flat]),
-        "at": torch.tensor([[step["at"]] for step in flat]),
-        "collector": {"traj_ids": torch.tensor([step["id"] for step in flat])},
-        "next": {
-            "observation": torch.tensor([[step["after"]] for step in flat]),
-            "done": done,
-            "truncated": torch.zeros_like(done),
-        },
-    }
-    if is_init:
-        data["is_init"] = torch.tensor([[step["is_init"]] for step in flat])
-    return TensorDict(data, [len(flat)]).reshape(len(rows), -1)
+    largest = -1
+    for ids in batch["collector", "traj_ids"]:
+        ids += largest + 1
+        largest = int(ids.max())
+    return batch
 
 
 @pytest.mark.parametrize("is_init", [False, True])
@@ -111,10 +84,10 @@ def steps(rows, is_init):
 )
 @examples(30)
 def test_ids_that_stay_are_no_reason_to_warn(is_init, number, lengths, seed, cells):
-    envs, rb = Envs(number, seed, cells=cells), buffer()
+    envs, rb = Envs(number, seed, is_init, cells=cells), buffer()
     with Said() as said:
         for length in lengths:
-            rb.extend(steps(envs.batch(length), is_init))
+            rb.extend(envs.batch(length))
     assert not said.texts
     assert all(int(episode["at"][0]) == 0 for episode in rb.storage.episodes())
 
@@ -127,10 +100,10 @@ def test_ids_that_stay_are_no_reason_to_warn(is_init, number, lengths, seed, cel
 )
 @examples(30)
 def test_episodes_that_lose_their_beginning_to_new_ids_are_said(is_init, number, lengths, seed):
-    envs, rb = Envs(number, seed), buffer()
+    envs, rb = Envs(number, seed, is_init), buffer()
     with Said() as said:
         for length in lengths:
-            rb.extend(steps(renumbered(envs.batch(length)), is_init))
+            rb.extend(renumbered(envs.batch(length)))
     lost = sum(int(episode["at"][0]) > 0 for episode in rb.storage.episodes())
     assert len(said.texts) <= 1
     if lost:
@@ -140,7 +113,7 @@ def test_episodes_that_lose_their_beginning_to_new_ids_are_said(is_init, number,
 def test_done_flags_alone_are_no_ids(caplog):
     envs, rb = Envs(2, 0), buffer()
     for _ in range(4):
-        rb.extend(steps(renumbered(envs.batch(5)), False).exclude("collector"))
+        rb.extend(envs.batch(5).exclude("collector"))
     assert SAID not in caplog.text
 
 
@@ -166,8 +139,8 @@ def test_torchrls_multi_sync_collector(split, caplog):
 
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_single_steps_with_an_entry_that_never_agrees_are_whole_episodes(with_ids):
-    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(), batch_size=4)
-    for episode, t in itertools.product(range(3), range(5)):
+    rb = buffer(100, batch_size=4)
+    for episode, t in product(range(3), range(5)):
         seen = torch.tensor([[[10.0 * episode + t]], [[100.0 + 10 * episode + t]]])
         done = torch.full((2, 1, 1), t == 4)
         after = {"observation": seen + 1, "odd": torch.rand(2, 1, 1), "reward": seen, "done": done}

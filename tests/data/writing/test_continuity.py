@@ -1,7 +1,7 @@
 """No stored episode holds steps of two, whoever writes, and none is cut but as documented."""
 
 import logging
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import PendulumEnv, SerialEnv, StepCounter, TransformedEnv
 
 from tests.buffers import buffer_of
+from tests.data.makers import ends
 from tests.data.saving import saved
 from tests.tiers import examples, slow
-from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import ClipSampler, EpisodeWriter
 
 
 def buffer(max_steps=10_000, cls=ReplayBuffer, **kwargs):
@@ -26,29 +27,24 @@ def buffer(max_steps=10_000, cls=ReplayBuffer, **kwargs):
 
 def trajectory(number, length, *, ids=None, done=True, noise=False, is_init=False):
     """Steps of one trajectory; the observation tells which, and how far it is."""
-    t = torch.arange(length + 1.0)
+    t, goal = torch.arange(length + 1.0), torch.zeros(length, 2)
     seen = torch.stack([torch.full_like(t, number), t], 1)
-    last = torch.zeros(length, 1, dtype=torch.bool)
-    last[-1] = done
-    data = {
-        "observation": seen[:-1],
-        "goal": torch.zeros(length, 2),
-        "next": {
-            "observation": seen[1:],
-            "goal": torch.zeros(length, 2),
-            "reward": torch.ones(length, 1),
-            "done": last,
-            "truncated": torch.zeros_like(last),
-        },
-    }
+    last = ends(length) & done
+    after = {"reward": torch.ones(length, 1), "done": last, "truncated": torch.zeros_like(last)}
+    after |= {"observation": seen[1:], "goal": goal.clone()}
+    data = {"observation": seen[:-1], "goal": goal, "next": after}
     if noise:  # a key for which TED's rule does not hold
-        data["noise"] = torch.rand(length, 1)
-        data["next"]["noise"] = torch.rand(length, 1)
+        data["noise"], after["noise"] = torch.rand(2, length, 1)
     if is_init:
         data["is_init"] = torch.arange(length)[:, None] == 0
     if ids is not None:
         data["collector"] = {"traj_ids": torch.full((length,), ids)}
     return TensorDict(data, [length])
+
+
+def trajectories(rb):
+    """What is told by each stored episode."""
+    return [told(episode) for episode in rb.storage.episodes()]
 
 
 def told(episode):
@@ -103,7 +99,7 @@ def test_collectors_whose_ids_collide_are_kept_apart(data, lengths, cls, noise, 
             pieces = [torch.cat(pieces)]
         for piece in pieces:
             rb.extend(piece)
-    stored = sorted(told(episode) for episode in rb.storage.episodes())
+    stored = sorted(trajectories(rb))
     expected = [(100 * k + i, 0, n) for k, each in enumerate(lengths) for i, n in enumerate(each)]
     assert [s for s in stored if s[0] < 10_000] == sorted(expected)
     assert rb.writer.stats() | {"breaks": 0} == dict.fromkeys(rb.writer.stats(), 0)
@@ -141,11 +137,8 @@ def test_rows_without_ids_are_cut_where_an_environment_was_reset(
             next(r for r in runs if r[0] == int(run[0]["observation"][0]))[1] += length
             batch.append(piece)
         steps += length * environments
-        if flat and environments == 1:
-            rb.extend(batch[0])
-        else:
-            rb.extend(torch.stack(batch))
-    stored = [told(episode) for episode in rb.storage.episodes()]
+        rb.extend(batch[0] if flat and environments == 1 else torch.stack(batch))
+    stored = trajectories(rb)
     still = list(rb.writer.open_episodes.values())
     live = {int(row[0][0]["observation"][0]) for row in rows}
     assert {int(e["observation"][0, 0]) for e in still} == live
@@ -182,14 +175,8 @@ def test_two_collectors_on_one_buffer(batched, frames):
 
     rb = buffer(cls=TensorDictReplayBuffer)
     frames = frames * 2 if batched else frames
-    collectors = [
-        iter(
-            Collector(
-                SerialEnv(2, env) if batched else env, frames_per_batch=frames, total_frames=-1
-            )
-        )
-        for _ in range(2)
-    ]
+    envs = [SerialEnv(2, env) if batched else env for _ in range(2)]
+    collectors = [iter(Collector(each, frames_per_batch=frames, total_frames=-1)) for each in envs]
     for _ in range(200 // frames):
         for collector in collectors:
             rb.extend(next(collector))
@@ -212,10 +199,9 @@ def test_a_second_run_does_not_go_on_with_the_episodes_of_the_first(how, tmp_pat
     assert other.writer.open_lengths == {0: 8, (0, 2): 5}
     assert told(other.writer.open_episodes[0].set(("next", "done"), again["next", "done"][-8:]))
     other.extend(again[5:])
-    assert [told(e) for e in other.storage.episodes()] == [(2, 0, 12)]
     # The first run's episode may still go on, and keeps its name.
     other.extend(trajectory(1, 10, ids=0)[8:])
-    assert [told(e) for e in other.storage.episodes()] == [(2, 0, 12), (1, 0, 10)]
+    assert trajectories(other) == [(2, 0, 12), (1, 0, 10)]
     assert other.writer.open_lengths == {}
 
 
@@ -230,7 +216,7 @@ def test_episodes_that_share_an_id_can_be_discarded_one_by_one():
     rb.extend(trajectory(3, 2, ids=7, done=False))
     assert rb.writer.open_lengths == {7: 4, (7, 3): 6, (7, 2): 2}
     rb.writer.flush()
-    assert [told(e) for e in rb.storage.episodes()] == [(0, 0, 4), (2, 0, 6), (3, 0, 2)]
+    assert trajectories(rb) == [(0, 0, 4), (2, 0, 6), (3, 0, 2)]
 
 
 @pytest.mark.parametrize("on_break", ["truncate", "discard"])
@@ -239,8 +225,7 @@ def test_of_many_episodes_with_one_id_the_one_that_waited_longest_is_given_up(on
     for number in range(40):
         rb.extend(trajectory(number, 16, ids=0, done=False))
     assert len(rb.writer.open_episodes) == 32
-    stored = [told(e) for e in rb.storage.episodes()]
-    assert stored == ([(n, 0, 16) for n in range(8)] if on_break == "truncate" else [])
+    assert trajectories(rb) == [(n, 0, 16) for n in range(8) if on_break == "truncate"]
     assert rb.writer.stats()["breaks"] == 39
 
 
@@ -262,20 +247,16 @@ def test_a_break_can_be_refused(ids):
         assert rb.writer.open_lengths == {ids or 0: 5}
         assert len(rb) == 0
     rb.extend(trajectory(1, 8, ids=ids)[5:])
-    assert [told(e) for e in rb.storage.episodes()] == [(1, 0, 8)]
+    assert trajectories(rb) == [(1, 0, 8)]
     with pytest.raises(ValueError, match="on_break must be one of 'truncate', 'raise', 'discard'"):
         EpisodeWriter(on_break="cut")
 
 
 def test_is_init_begins_an_episode_where_nothing_else_can_tell():
-    def steps(*init, ids=None):
-        data = {
-            "is_init": torch.tensor(init)[:, None],
-            "next": {"done": torch.zeros(len(init), 1, dtype=torch.bool)},
-        }
-        if ids is not None:
-            data["episode"] = torch.tensor(ids)
-        return TensorDict(data, [len(init)])
+    def steps(*init, **ids):
+        data = {name: torch.tensor(each) for name, each in ids.items()}
+        data["is_init"] = torch.tensor(init)[:, None]
+        return TensorDict(data | {"next": {"done": data["is_init"] & False}}, [len(init)])
 
     rb = buffer()
     rb.extend(steps(True, False, False))
@@ -283,8 +264,8 @@ def test_is_init_begins_an_episode_where_nothing_else_can_tell():
     assert rb.storage.lengths.tolist() == [4, 2]
     assert rb.writer.open_lengths == {0: 1}
     rb = buffer()
-    rb.extend(steps(True, False, False, ids=[1, 1, 2]))
-    rb.extend(steps(False, True, True, ids=[1, 1, 3]))
+    rb.extend(steps(True, False, False, episode=[1, 1, 2]))
+    rb.extend(steps(False, True, True, episode=[1, 1, 3]))
     assert rb.writer.open_lengths == {2: 1, 1: 3, (1, 2): 1, 3: 1}
 
 
@@ -322,7 +303,7 @@ def test_an_entry_that_does_not_hold_to_the_rule_is_found_out():
         whole = trajectory(number, 30, ids=1, noise=True)
         for piece in whole.split(1):
             rb.extend(piece)
-    assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 3, 4]
+    assert trajectories(rb) == [(0, 0, 3), *((number, 0, 30) for number in range(1, 5))]
     assert rb.writer.stats()["breaks"] == 0
     # Now observations do not either; what is stored is cut until that is known.
     strange = trajectory(9, 400, ids=2, done=False, noise=True)
@@ -362,15 +343,10 @@ def test_the_open_steps_have_a_budget(caplog):
     rb.extend(trajectory(4, 9, ids=4, done=False)[8:])
     rb.extend(trajectory(6, 8, ids=6, done=False))
     assert rb.writer.open_lengths == {4: 9, 6: 8}
-    assert [told(e)[0] for e in rb.storage.episodes()] == [0, 1, 2, 3, 5]
+    assert trajectories(rb) == [(number, 0, 8) for number in (0, 1, 2, 3, 5)]
     stats = rb.writer.stats()
-    assert stats == {
-        "open_episodes": 2,
-        "open_steps": 17,
-        "breaks": 0,
-        "truncated": 5,
-        "dropped": 0,
-    }
+    counts = {"breaks": 0, "truncated": 5, "dropped": 0}
+    assert stats == {"open_episodes": 2, "open_steps": 17, **counts}
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 1
     assert "max_open_steps=20" in said[0]
@@ -391,7 +367,7 @@ def test_an_open_episode_may_grow_to_all_that_the_storage_holds(others_id):
     rb.extend(whole[:3])
     rb.extend(other[:3])
     rb.extend(torch.cat([whole[3:], other[3:]]))
-    assert [told(episode) for episode in rb.storage.episodes()] == [(1, 0, 5)]
+    assert trajectories(rb) == [(1, 0, 5)]
     assert [*rb.writer.open_lengths.values()] == [4]
     assert rb.writer.stats()["truncated"] == 0
 
@@ -447,16 +423,12 @@ def test_flags_of_several_agents_end_an_episode(done_on_any, lengths):
         buffer(end_key=key).extend(trajectory(1, 3))
 
 
-@pytest.mark.parametrize(
-    ("cls", "flags"),
-    [
-        (ReplayBuffer, ("done", "truncated")),
-        (ReplayBuffer, ("done",)),
-        (TensorDictReplayBuffer, ("done", "truncated")),
-        (TensorDictReplayBuffer, ("done",)),
-        (TensorDictReplayBuffer, ("terminated",)),  # where the sample alone says "truncated"
-    ],
-)
+BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
+STORED = [*product(BUFFERS, [("done", "truncated"), ("done",)])]
+STORED += [(TensorDictReplayBuffer, ("terminated",))]  # where the sample alone says "truncated"
+
+
+@pytest.mark.parametrize(("cls", "flags"), STORED)
 @pytest.mark.parametrize("ids", [None, 3])
 def test_a_sample_can_be_written_back(cls, flags, ids):
     rb = buffer(cls=cls)
@@ -479,15 +451,10 @@ def test_a_sample_can_be_written_back(cls, flags, ids):
 
 def test_ids_that_are_changed_in_place_are_other_ids():
     """An environment may fill one TensorDict again and again."""
-    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter())
-    data = TensorDict(
-        {
-            "collector": {"traj_ids": torch.zeros(2, 1, dtype=torch.int64)},
-            "next": {"done": torch.zeros(2, 1, 1, dtype=torch.bool)},
-        },
-        [2, 1],
-    )
+    rb, ids = buffer(), torch.zeros(2, 1, dtype=torch.int64)
+    done = torch.zeros(2, 1, 1, dtype=torch.bool)
+    data = TensorDict({"collector": {"traj_ids": ids}, "next": {"done": done}}, [2, 1])
     for first in (0, 2, 0, 4):
-        data["collector", "traj_ids"][:, 0] = torch.tensor([first, first + 1])
+        ids[:, 0] = torch.tensor([first, first + 1])
         rb.extend(data)
     assert rb.writer.open_lengths == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}

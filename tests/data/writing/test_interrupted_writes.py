@@ -39,18 +39,14 @@ def batch(number, t, *, done=(), as_list=False):
     """One step of environments ``0`` to ``number``; those in ``done`` end."""
     ids = torch.arange(number)[:, None]
     step = ids * 1000.0 + t
-    data = TensorDict(
-        {
-            "observation": torch.stack([step, ids], -1),
-            "large": step[..., None].expand(-1, -1, 200).clone(),
-            "collector": {"traj_ids": ids.clone()},
-            "next": {
-                "observation": torch.stack([step + 1, ids], -1),
-                "done": torch.tensor([i in done for i in range(number)])[:, None, None],
-            },
-        },
-        [number, 1],
-    )
+    ended = torch.tensor([i in done for i in range(number)])[:, None, None]
+    entries = {
+        "observation": torch.stack([step, ids], -1),
+        "large": step[..., None].expand(-1, -1, 200).clone(),
+        "collector": {"traj_ids": ids.clone()},
+        "next": {"observation": torch.stack([step + 1, ids], -1), "done": ended},
+    }
+    data = TensorDict(entries, [number, 1])
     if as_list:
         return lazy_stack([lazy_stack([data[i, 0].clone()]) for i in range(number)])
     return data
@@ -67,12 +63,15 @@ def state(rb):
     """All that can be seen of a buffer."""
     storage, writer = rb.storage, rb.writer
     episodes = [*storage.episodes(), *writer.open_episodes.values()]
-    values = [
-        (key, value.tolist())
-        for e in episodes
-        for key, value in sorted(e.items(True, True), key=str)
-    ]
+    values = [[(str(key), e[key].tolist()) for key in e.keys(True, True)] for e in episodes]
+    values = [*map(sorted, values)]
     return values, storage.lengths.tolist(), writer.open_lengths, writer.stats()
+
+
+def append(rb):
+    """Write to the storage alone, where others leave for it."""
+    steps = [batch(1, t, done=(0,) if t == 49 else ())[0] for t in range(10, 50)]
+    rb.storage.append(torch.cat(steps))
 
 
 OPERATIONS = {
@@ -82,6 +81,7 @@ OPERATIONS = {
     "old ones leave": (34, lambda rb: rb.extend(batch(3, 34, done=(0, 1, 2)))),
     "the log is laid out": (21, lambda rb: rb.extend(batch(30, 21))),
     "lists come": (5, lambda rb: rb.extend(batch(3, 5, as_list=True))),
+    "the storage alone": (34, append),
     "flush": (5, lambda rb: rb.writer.flush()),
     "discard": (5, lambda rb: rb.writer.discard(1)),
 }

@@ -11,12 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
-from torchrl.data import ReplayBuffer
+from tensordict import LazyStackedTensorDict, NonTensorStack, lazy_stack
 
+from tests.buffers import buffer_of
 from tests.data.conversations import PROMPT, RESPONSE, conversations, listed, play, turns_of
 from tests.tiers import examples
-from torchrl_mt.data import EpisodeStorage, EpisodeWriter
+from torchrl_mt.data import EpisodeWriter
+
+
+def buffer(transform, max_steps=100):
+    return buffer_of(max_steps, writer=EpisodeWriter(transform=transform))
 
 
 def views(prompts):
@@ -29,37 +33,28 @@ def views(prompts):
     return out
 
 
+def entries(episode, responses):
+    return {
+        "log_probs": lambda t: {"response": torch.rand(len(responses[t]))},
+        "image": lambda t: {"pixels": torch.rand(2, 1 + t % 2)},
+        "episode": lambda _: torch.tensor(episode),
+        "label": lambda t: torch.tensor(float(t)),
+    }
+
+
 def batch(talks, as_views):
     """Whole episodes, one after the other, with entries of every kind."""
-    steps, lengths = [], []
-    for e, talk in enumerate(talks):
-        prompts, responses = play(talk)
-        lengths.append(len(prompts))
-        for t, turn in enumerate(
-            zip(views(prompts) if as_views else prompts, responses, strict=True)
-        ):
-            steps.append(
-                TensorDict(
-                    {
-                        "tokens": dict(zip(("prompt", "response"), turn, strict=True)),
-                        "log_probs": {"response": torch.rand(len(turn[1]))},
-                        "image": {"pixels": torch.rand(2, 1 + t % 2)},
-                        "episode": torch.tensor(e),
-                        "text": f"{e}.{t}",
-                        "label": torch.tensor(float(t)),
-                        "next": {"done": torch.tensor([t == len(prompts) - 1]), "info": {"t": t}},
-                    }
-                )
-            )
+    steps = []
+    for e, (prompts, responses) in enumerate(map(play, talks)):
+        given = views(prompts) if as_views else prompts
+        steps.extend(turns_of(given, responses, **entries(e, responses)))
     ragged = lazy_stack(steps)
-    dense = {key: torch.stack([s[key] for s in steps]) for key in ("episode", "label")}
-    dense["next"] = {"done": torch.stack([s["next", "done"] for s in steps])}
-    data = TensorDict(dense, [len(steps)])
+    data = ragged.exclude("tokens", "log_probs", "image").contiguous()
     for name in ("tokens", "log_probs", "image"):
-        data[name] = lazy_stack([step[name] for step in steps])
-    data["text"] = NonTensorStack(*ragged["text"])
+        data[name] = ragged.get(name)
+    data["text"] = NonTensorStack(*(f"{k}." for k in range(len(steps))))
     data["next", "info"] = NonTensorStack(*[{"t": k} for k in range(len(steps))])
-    return data, torch.tensor(lengths)
+    return data
 
 
 def tensors(data):
@@ -73,13 +68,9 @@ def tensors(data):
 
 def values(data):
     """All that a batch holds, in a form that compares."""
+    ragged = PROMPT, RESPONSE, ("log_probs", "response"), ("image", "pixels")
     return {
-        "tokens": [
-            listed(data, PROMPT),
-            listed(data, RESPONSE),
-            listed(data, ("log_probs", "response")),
-        ],
-        "image": listed(data, ("image", "pixels")),
+        "ragged": [listed(data, key) for key in ragged],
         "dense": [data[key].tolist() for key in ("episode", "label", ("next", "done"))],
         "objects": [list(data["text"]), list(data["next", "info"])],
     }
@@ -108,9 +99,8 @@ def test_no_transform_changes_what_the_caller_holds(talks, as_views, many):
             ruin(episodes)
             return copied
 
-    data, _ = batch(talks, as_views)
-    before = values(data)
-    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(transform=Ruin()))
+    data = batch(talks, as_views)
+    before, rb = values(data), buffer(Ruin())
     rb.extend(data)
     assert values(data) == before
     assert values(rb[:]) == before
@@ -138,8 +128,7 @@ def test_memory_is_of_what_is_new_in_each_turn(as_views, many):
             return given
 
     kept = []
-    rb = ReplayBuffer(storage=EpisodeStorage(1000), writer=EpisodeWriter(transform=Look()))
-    rb.extend(lazy_stack([*talk] * episodes))
+    buffer(Look(), 1000).extend(lazy_stack([*talk] * episodes))
     # A line of prompts and responses, and the responses once more; a line of its own for each prompt
     # would take 64 times as much.
     assert sum(held.values()) <= 2.5 * episodes * ends[-1] * 8 + 1000
@@ -168,7 +157,7 @@ OPERATIONS = [
     reads=st.sets(st.sampled_from(["tokens", "log_probs", "image", "text", "next"])),
 )
 def test_a_transform_may_read_and_copy_what_it_is_given(how, talks, reads):
-    data, _ = batch(talks, True)
+    data = batch(talks, True)
     before = values(data)
 
     def transform(given):
@@ -182,7 +171,7 @@ def test_a_transform_may_read_and_copy_what_it_is_given(how, talks, reads):
         return out
 
     transform.takes_many_episodes = True
-    rb = ReplayBuffer(storage=EpisodeStorage(100), writer=EpisodeWriter(transform=transform))
+    rb = buffer(transform)
     rb.extend(data)
     assert values(rb[:]) == before
 
@@ -207,8 +196,7 @@ def test_threads_of_a_transform_may_read_at_once(make):
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(40):
-            rb = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter(transform=transform))
-            rb.extend(data)
+            buffer(transform).extend(data)
     finally:
         sys.setswitchinterval(interval)
 
@@ -226,7 +214,7 @@ def test_steps_that_come_as_one_lazy_stack(read):
             given[0]["prompt"].fill_(9)
         return given
 
-    rb = ReplayBuffer(storage=EpisodeStorage(9), writer=EpisodeWriter(transform=look))
+    rb = buffer(look)
     rb.extend(steps)
     assert listed(rb[:], PROMPT) == listed(steps, PROMPT)
     assert list(rb[:]["text"]) == ["0", "1", "2"]

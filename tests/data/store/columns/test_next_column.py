@@ -6,32 +6,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from torchrl.data import ReplayBuffer
 
 from tests.buffers import buffer_of
+from tests.data import makers
 from tests.tiers import examples
 from torchrl_mt.data import ClipSampler, EpisodeStorage, EpisodeWriter
 
 NEXT = ("next", "observation")
 
 
-def episode(length, number, odd=False, *, lazy=False, size=3):
+def episode(length, number, odd=False, *, size=3):
     """An episode whose next observations are its observations, but for one if it is odd."""
     seen = number + torch.arange((length + 1) * size).view(length + 1, size) / 1000
     following = seen[1:].clone()
     if odd:
         following[number % (length - 1)] += 1
-    done = torch.arange(length)[:, None] == length - 1
-    data = TensorDict(
-        {
-            "observation": seen[:-1],
-            "number": torch.full((length,), number),
-            "next": {"observation": following, "done": done},
-        },
-        [length],
-    )
-    return lazy_stack(list(data.unbind(0))) if lazy else data
+    data = {"observation": seen[:-1], "next": {"observation": following}}
+    return makers.whole({**data, "number": torch.full((length,), number)}, length)
 
 
 @examples(25)

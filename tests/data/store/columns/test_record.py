@@ -217,15 +217,3 @@ def test_a_sample_serves_as_any_other(make, sampler):
     sample["observation"].requires_grad_(True)
     sample["observation"].square().sum().backward()
     torch.testing.assert_close(sample["observation"].grad, 2 * plain["observation"])
-
-
-def test_entries_that_are_kept_stay_as_they_are(make):
-    rb, sample = sampled(make, ClipSampler(slice_len=2))
-    kept = [sample["observation"], sample["next", "reward"]]
-    expected = [value.clone() for value in kept]
-    del sample
-    for i in range(50):
-        rb.extend(with_matrix(make.vectors([7], seed=i, first_id=i + 2)))
-        rb.sample(4)
-    for value, wanted in zip(kept, expected, strict=True):
-        assert torch.equal(value, wanted)

@@ -184,9 +184,6 @@ def test_a_flipped_bit_is_found_and_its_file_named(make, kind, tmp_path):
     assert make.steps(other.storage[:]) == make.steps(rb.storage[:])
 
 
-# ---- a storage alone ----------------------------------------------------------------------------
-
-
 # ---- mapped -------------------------------------------------------------------------------------
 
 
