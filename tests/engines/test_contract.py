@@ -233,6 +233,9 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
     assert [answer.sampling for answer in answers] == [{"top_p": 0.5}] * 3 + [{"top_k": 3}]
 
 
+STOPS = "stop must be a string or a list of strings"
+
+
 @pytest.mark.parametrize(
     ("prompt", "kwargs", "error", "message"),
     [
@@ -247,7 +250,12 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
             ValueError,
             "max_new_tokens must be an integer in .1, .*got 0",
         ),
-        ([5], {"stop": 7}, TypeError, "stop must be a string or a list of strings, got 7"),
+        *(
+            ([5], {"stop": 7}, TypeError, f"{STOPS}, got 7."),
+            ([5], {"stop": b"a"}, TypeError, STOPS),
+        ),
+        ([5], {"stop": ["a", 7]}, TypeError, f"{STOPS}, got 7 in it."),
+        ([5], {"stop": ""}, ValueError, "stop must hold no empty string"),
         ([5], {"stop": ["a", ""]}, ValueError, "stop must hold no empty string"),
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "1020 tokens and max_new_tokens=5 exceed"),
         ([5] * 1024, {}, ValueError, "1024 tokens and .* exceed .*1024"),

@@ -242,10 +242,11 @@ def test_right_numbers_of_a_law_are_handed_on_and_raw_ones_are_refused(model, to
     assert sorted(answer.log_probs for answer in answers) == sorted(policy.reported)
 
 
-def test_what_cannot_be_checked_is_recorded_all_the_same(model, tokenizer, caplog):
+def test_what_is_not_checked_is_handed_on_and_recorded_as_it_is(model, tokenizer, caplog):
     policy = wrapper(model, tokenizer, repetition_penalty=1.5, top_k=2)
     engine = PolicyEngine(policy, check=False)
     answers = generate_all(engine, prompts(5))
+    assert {answer.log_probs[0] for answer in answers} == {0.0}  # the wrapper is wrong about them
     assert [a.sampling for a in answers] == [{"top_k": 2, "repetition_penalty": 1.5}] * 5
     assert sum("truncated" in record.getMessage() for record in caplog.records) == 1
 
@@ -320,11 +321,6 @@ def test_without_a_model_to_check_with_nothing_is_handed_on(model, tokenizer):
         engine = PolicyEngine(lambda td: policy.eval()(td), tokenizer=tokenizer, **kwargs)
         (answer,) = generate_all(engine, [[5, 6]])
         assert_sampled_by(model, [5, 6], answer, atol=1e-4)
-
-
-def test_what_is_not_checked_is_handed_on_as_it_is(model, tokenizer):
-    engine = PolicyEngine(wrapper(model, tokenizer), check=False)
-    assert {answer.log_probs[0] for answer in generate_all(engine, prompts(5))} == {0.0}
 
 
 def test_weights_that_did_not_reach_the_policy_are_noticed(model, tokenizer):
@@ -597,9 +593,8 @@ def test_weights_that_lie_elsewhere_are_handed_on(model, tokenizer):
 
 def test_vllms_sampling_parameters_count_as_well(model, tokenizer):
     policy = Fake(model, tokenizer)
-    policy.sampling_params = SimpleNamespace(
-        temperature=0.5, top_k=-1, top_p=1.0, max_tokens=3, n=1
-    )
+    given = {"temperature": 0.5, "top_k": -1, "top_p": 1.0, "max_tokens": 3, "n": 1}
+    policy.sampling_params = SimpleNamespace(**given)
     engine = PolicyEngine(policy)
     assert engine.max_new_tokens == 3
     with pytest.raises(RuntimeError, match=r"with {'temperature': 0.5}"):  # reported at 1
@@ -621,10 +616,10 @@ def test_vllms_stop_tokens_end_answers_as_well(model, tokenizer):
     assert "stop" in {answer.finish_reason for answer in answers}
 
 
-NO_TOKEN = {"tokens": {"response": torch.ones(1, 0)}}
-NO_LOG_PROB = {
-    "tokens": {"response": torch.ones(1, 2)}, "log_probs": {"response": torch.ones(1, 1)}
-}  # fmt: skip
+def answering(*log_probs, **response):
+    """A policy whose answers to one prompt are these."""
+    out = {"tokens": response, "log_probs": {"response": torch.zeros(1, *log_probs)}}
+    return lambda *_: lambda td: TensorDict(out, [1])
 
 
 @pytest.mark.parametrize(
@@ -632,14 +627,9 @@ NO_LOG_PROB = {
     [
         (wrapper, {"typical_p": 0.1, "seed": 3}, TypeError, r"takes no \['seed', 'typical_p'\]"),
         (Fake, {"stop": "guess"}, TypeError, r"takes no \['stop'\]"),
-        (
-            lambda *_: lambda td: TensorDict(batch_size=[1]),
-            {},
-            RuntimeError,
-            "must return .*response",
-        ),
-        (lambda *_: lambda td: TensorDict(NO_LOG_PROB, [1]), {}, RuntimeError, "1 for 2"),
-        (lambda *_: lambda td: TensorDict(NO_TOKEN, [1]), {}, RuntimeError, "without a token"),
+        (answering(1), {}, RuntimeError, "must return .*response"),
+        (answering(1, response=torch.ones(1, 2)), {}, RuntimeError, "1 for 2"),
+        (answering(0, response=torch.ones(1, 0)), {}, RuntimeError, "without a token"),
     ],
 )
 def test_what_cannot_be_asked_or_answered_is_refused(
