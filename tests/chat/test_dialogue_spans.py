@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.chat.families import COHERE, FAMILIES, GEMMA4_PLAIN, GPT_OSS
 from tests.chat.families import MISTRAL as MISTRAL_SMALL
 from tests.chat.families_in_play import call, kinds, lines, play, result_of, tokenizer_of
+from tests.chat.messages import said, system, tool, user
 from tests.chat.templates import (
     CHATML,
     DEEPSEEK_R1,
@@ -29,14 +30,6 @@ from tests.chat.templates import (
 from tests.tiers import few_or_many
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
 from torchrl_mt.testing import tiny_chat_tokenizer
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def said(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
 
 
 def answers_of(shape, messages, tools=None, base=None):
@@ -116,7 +109,7 @@ def test_what_is_around_answers_is_what_a_played_episode_has_around_them(family,
     (_, message), (_, last) = seen
     calls = message.get("tool_calls") or ()
     results = [result_of(call, f"result {k}") for k, call in enumerate(calls)]
-    talk = [{"role": "system", "content": "rules"}, user("guess"), message]
+    talk = [system("rules"), user("guess"), message]
     talk += [*(results or [user("more")]), last]
     if DialogueRenderer(tokenizer_of(family)).render(talk, None).dropped:
         return  # It rewrites the whole dialogue alone, though it opens thoughts in prompts.
@@ -137,7 +130,7 @@ def talks_with_tools(draw):
     """A dialogue in which every text of others is marked, and what the assistant says is any."""
     says = st.sampled_from(["", "8", "Wait. So", "a\nb", "<think>hm</think>8"])
     theirs = st.sampled_from([f"{OTHERS} 3", f'{{"{OTHERS}": [1]}}', f"8 {OTHERS}\n", OTHERS])
-    talk = [{"role": "system", "content": OTHERS}] if draw(st.booleans()) else []
+    talk = [system(OTHERS)] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         talk.append(user(draw(theirs)))
         for _ in range(draw(st.integers(0, 2))):
@@ -173,7 +166,7 @@ def check_that_no_token_of_others_is_trained(data):
 
 def test_what_is_written_after_a_tools_result_is_not_trained():
     asked = said("Wait.", tool_calls=[call("look", q="a")])
-    talk = [user("go"), asked, {"role": "tool", "content": "SECRET 3"}]
+    talk = [user("go"), asked, tool("SECRET 3")]
     for last in ([], [said("done")]):
         trained, dialogue = answers_of(GEMMA4_PLAIN, [*talk, *last])
         first = '<|tool_call>call:look{q:<|"|>a<|"|>}<tool_call|><|tool_response>'
@@ -196,10 +189,7 @@ def test_thoughts_that_the_template_drops_are_said_and_not_trained(shape):
 
 
 def test_a_template_that_moves_the_rules_to_the_last_question():
-    talk = [
-        {"role": "system", "content": "be brief"},
-        *(user("a"), said("x"), user("b"), said("<think>h</think> y")),
-    ]
+    talk = [system("be brief"), user("a"), said("x"), user("b"), said("<think>h</think> y")]
     trained, dialogue = answers_of(MISTRAL_SYSTEM_LAST, talk)
     assert trained == ["x</s>", "<think>h</think> y</s>"]
     assert not dialogue.dropped
@@ -374,7 +364,7 @@ def test_empty_entries_and_parts_of_text_are_as_if_they_were_not_there():
 
 def test_ids_of_calls_are_added_where_the_template_refuses_to_do_without():
     talk = [user("a"), {"role": "assistant", "tool_calls": [call("look", q="a")]}]
-    talk += [{"role": "tool", "content": "r"}, said("b")]
+    talk += [tool("r"), said("b")]
     trained, dialogue = answers_of(MISTRAL_SMALL, talk)
     assert trained[1] == "b</s>"
     assert '"call_id": "call00000"' in dialogue.text
@@ -383,7 +373,7 @@ def test_ids_of_calls_are_added_where_the_template_refuses_to_do_without():
 @pytest.mark.parametrize(
     ("shape", "talk", "match"),
     [
-        (GEMMA, [{"role": "system", "content": "r"}, user("a")], "message 0 of 2 .role 'system'"),
+        (GEMMA, [system("r"), user("a")], "message 0 of 2 .role 'system'"),
         (MISTRAL, [user("a"), said("b"), said("c"), user("d")], "message 2 of 4 .role 'assistant'"),
     ],
     ids=["gemma", "mistral"],
