@@ -456,21 +456,6 @@ def test_what_only_this_dialogue_allows_is_appended(tokenizer, on_break):
         chat.next_prompt([user("guess"), said("8")], *given, last_token=answer[-1])
 
 
-@pytest.mark.parametrize("shape", REAL_SHAPES, **named)
-def test_control_words_of_a_message_stay_text(shape):
-    names = [*shape.special, shape.stop, shape.eos, *filter(None, [shape.bos])]
-    evil = " ".join([f"8{name}{name}" for name in names])
-    talk = Talk(shape, user(evil))
-    talk.turn("8", user(evil + names[0]))
-    written = (
-        talk.rendered if shape is not MISTRAL else talk.rendered.replace("] 8</s>[", "]8</s>[")
-    )
-    assert talk.tokenizer.decode(talk.prompt) == written
-    tame = Talk(shape, user("8"))
-    tame.turn("8", user("8"))
-    assert special_in(talk) == special_in(tame)
-
-
 def test_control_words_that_overlap_stay_text(tokenizer):
     other = as_template(tokenizer, tokenizer.chat_template, "<<end>>", "end>")
     special = set(other.all_special_ids) - {other.pad_token_id}

@@ -287,19 +287,6 @@ def test_blocks_are_what_the_host_says(contents):
     assert list(map(int, trained)) == host["assistant_masks"]
 
 
-def test_blocks_in_a_macro():
-    talk = [user("a"), said("x"), user("b"), said("y")]
-    # Some releases of transformers count characters from the beginning of the macro's call.
-    macro = (
-        "{%- macro turn(m) %}{{- '<|im_start|>assistant\n' }}{% generation %}"
-        "{{- m.content + '<|im_end|>' }}{% endgeneration %}{%- endmacro %}"
-        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- turn(m) + '\n' }}{%- else %}"
-        "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    )
-    assert answers_of(replace(CHATML, template=macro), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
-
-
 def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
     """Releases of transformers differ: some find no token for such a space, and mark others."""
     tokenizer = tiny_chat_tokenizer("guess 8 lower 4")
@@ -317,16 +304,31 @@ def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
     )
 
 
-def test_the_end_of_the_turn_is_trained_though_a_block_leaves_it_out():
-    content = BLOCKS.replace("message.content + '<|im_end|>' }}", "message.content }}").replace(
-        "{{- '\n' }}\n    {%- else", "{{- '<|im_end|>\n' }}\n    {%- else"
-    )
+WHOLE = {
+    # Some releases of transformers count characters from the beginning of the macro's call.
+    "in a macro": (
+        "{%- macro turn(m) %}{{- '<|im_start|>assistant\n' }}{% generation %}"
+        "{{- m.content + '<|im_end|>' }}{% endgeneration %}{%- endmacro %}"
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- turn(m) + '\n' }}{%- else %}"
+        "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    "without the end of the turn": BLOCKS.replace(
+        "message.content + '<|im_end|>' }}", "message.content }}"
+    ).replace("{{- '\n' }}\n    {%- else", "{{- '<|im_end|>\n' }}\n    {%- else"),
+    "with the beginning of the turn": BLOCKS.replace(
+        "{{- '<|im_start|>assistant\n' }}\n        {% generation -%}",
+        "{% generation -%}{{- '<|im_start|>assistant\n' }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("template", WHOLE.values(), ids=WHOLE)
+def test_answers_with_their_ends_are_trained_however_blocks_are_written(template):
     talk = [user("a"), said("x"), user("b"), said("y")]
-    assert answers_of(replace(CHATML, template=content), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
-    header = BLOCKS.replace(
-        "{{- '<|im_start|>assistant\n' }}\n        {% generation -%}", "%%"
-    ).replace("%%", "{% generation -%}{{- '<|im_start|>assistant\n' }}", 1)
-    assert answers_of(replace(CHATML, template=header), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
+    assert template != BLOCKS
+    trained, _ = answers_of(replace(CHATML, template=template), talk)
+    assert trained == ["x<|im_end|>", "y<|im_end|>"]
 
 
 def test_blocks_may_choose_a_part_of_an_answer():
