@@ -15,7 +15,7 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.engines.completions_server import STOP, CompletionsServer, weights_after
 from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, started, until
 from tests.faulty_server import running, silent
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import (
@@ -323,18 +323,9 @@ async def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
 
 
 def test_event_loops_of_several_threads_share_an_engine(kit, engine):
-    requests, answers = prompts(10), {}
-
-    def work(index):
-        answers[index] = generate_all(engine, requests)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for index in range(3):
-        assert_all_sampled(kit, requests, answers[index])
+    requests = prompts(10)
+    for wait in [in_thread(generate_all, engine, requests) for _ in range(3)]:
+        assert_all_sampled(kit, requests, wait())
 
 
 def test_an_update_is_counted_and_what_is_sampled_next_is_stamped_with_it(kit, engine):

@@ -14,7 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, in_thread
 from torchrl_mt.engines import Completion, PolicyEngine
 from torchrl_mt.engines.policy import log_probs
 from torchrl_mt.engines.policy.log_probs import LogProbError, agrees, reports_wrong
@@ -476,38 +476,23 @@ async def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, toke
 def test_an_engine_may_be_closed_from_anywhere_while_everything_runs(model, tokenizer, checked):
     """Requests of two loops are under way, and weights are being updated."""
     engine = PolicyEngine(wrapper(model, tokenizer), max_new_tokens=30, check=checked)
-    results, updated, begun = [], [], threading.Event()
+    begun = threading.Event()
 
     async def ask():
-        answers = 0
-        try:
-            while True:
-                await asyncio.gather(*(engine.generate(prompt) for prompt in prompts(9)))
-                answers += 1
-                begun.set()
-        except RuntimeError as error:
-            results.append((answers, str(error)))
+        while True:
+            await asyncio.gather(*(engine.generate(prompt) for prompt in prompts(9)))
+            begun.set()
 
     def update():
-        try:
-            while True:
-                updated.append(engine.update_weights())
-        except RuntimeError as error:
-            results.append((len(updated), str(error)))
+        while True:
+            engine.update_weights()
 
-    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(2)]
-    threads.append(threading.Thread(target=update))
-    for thread in threads:
-        thread.start()
+    working = [in_thread(work) for work in (lambda: asyncio.run(ask()),) * 2 + (update,)]
     assert begun.wait(PATIENCE)
-    closers = [threading.Thread(target=engine.close) for _ in range(3)]
-    for thread in [*closers, *closers]:
-        thread.start() if thread.ident is None else thread.join(PATIENCE)
+    for closed in [in_thread(engine.close) for _ in range(3)]:
+        closed()
     assert not engine._batcher._thread.is_alive()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert [message for _, message in results] == ["the engine is closed: make a new one."] * 3
+    assert [str(wait()) for wait in working] == ["the engine is closed: make a new one."] * 3
 
 
 def test_no_request_is_lost_at_random(tokenizer):
@@ -536,22 +521,14 @@ def test_no_request_is_lost_at_random(tokenizer):
                 rng.choice(tasks).cancel()
         return base, await asyncio.gather(*tasks, return_exceptions=True)
 
-    results: list[tuple[int, list]] = []
-    threads = [
-        threading.Thread(target=lambda base=base: results.append(asyncio.run(run(base))))
-        for base in (1000, 2000, 3000)
-    ]
-    for thread in threads:
-        thread.start()
+    running = [in_thread(lambda base=base: asyncio.run(run(base))) for base in (1000, 2000, 3000)]
     for _ in range(20):
         with batcher.paused():
             assert busy.acquire(blocking=False)
             time.sleep(0.001)
             busy.release()
-    for thread in threads:
-        thread.join(PATIENCE)
+    results = [wait() for wait in running]
     batcher.close()
-    assert len(results) == 3
     assert len(seen) == len(set(seen))
     for base, outcomes in results:
         for i, outcome in enumerate(outcomes):
@@ -648,6 +625,11 @@ def test_stop_strings_need_a_tokenizer(model, tokenizer):
 
 
 ENDLESS = SimpleNamespace(eos_token_id=None)
+COLD = partial(Fake, law={"temperature": 0.3})
+
+
+def bent(**generate_kwargs):
+    return partial(wrapper, **generate_kwargs)
 
 
 def history(model, tokenizer):
@@ -656,40 +638,28 @@ def history(model, tokenizer):
     return chat
 
 
-def silent(model, tokenizer):
-    return TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-
-
-def cold(model, tokenizer):
-    return Fake(model, tokenizer, law={"temperature": 0.3})
-
-
-def bent(**generate_kwargs):
-    return partial(wrapper, **generate_kwargs)
-
-
 @pytest.mark.parametrize(
     ("make", "kwargs", "error", "message"),
     [
-        (lambda model, _: model, {}, TypeError, "got the model LlamaForCausalLM: wrap it"),
-        (lambda *_: 3, {}, TypeError, "must be a TorchRL LLM policy .*, got int"),
-        (lambda *_: Fake, {}, TypeError, "must be a TorchRL LLM policy"),
+        (lambda model, tokenizer: model, {}, TypeError, "the model LlamaForCausalLM: wrap it"),
+        (lambda *_, **__: 3, {}, TypeError, "must be a TorchRL LLM policy .*, got int"),
+        (lambda *_, **__: Fake, {}, TypeError, "must be a TorchRL LLM policy"),
         (wrapper, {"max_batch_size": 0}, ValueError, "max_batch_size must be positive, got 0"),
         (wrapper, {"max_wait": -1.0}, ValueError, "max_wait must not be negative"),
         (wrapper, {"tolerance": 0.0}, ValueError, "tolerance must be positive"),
-        (silent, {}, ValueError, "generate=False"),
+        (partial(TransformersWrapper, generate=False), {}, ValueError, "generate=False"),
         (bent(num_return_sequences=2, do_sample=True), {}, ValueError, "num_samples=2"),
         (bent(repetition_penalty=1.2), {}, ValueError, "own distribution, .*repetition_penalty"),
         (bent(num_beams=2), {}, ValueError, "own distribution, got .*num_beams"),
         (bent(bad_words_ids=[[5]]), {}, ValueError, "own distribution, got .*bad_words_ids"),
-        (cold, {"temperature": 0.7}, ValueError, "the policy's own, which is 0.3, got 0.7"),
+        (COLD, {"temperature": 0.7}, ValueError, "the policy's own, which is 0.3, got 0.7"),
         (history, {}, ValueError, "got 'history'"),
-        (lambda *_: print, {"tokenizer": ENDLESS}, ValueError, "end-of-turn token"),
+        (lambda *_, **__: print, {"tokenizer": ENDLESS}, ValueError, "end-of-turn token"),
     ],
 )
 def test_bad_engines_are_refused(model, tokenizer, make, kwargs, error, message):
     with pytest.raises(error, match=message):
-        PolicyEngine(make(model, tokenizer), **{"tokenizer": tokenizer, **kwargs})
+        PolicyEngine(make(model, tokenizer=tokenizer), **{"tokenizer": tokenizer, **kwargs})
 
 
 @pytest.mark.parametrize("check", [False, True])
