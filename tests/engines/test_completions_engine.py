@@ -115,7 +115,11 @@ def only_ids(answer):
     choice_of(answer)["logprobs"]["tokens"] = ["guess"] * len(choice_of(answer)["token_ids"])
 
 
-@pytest.mark.parametrize("change", [only_names, only_ids])
+def one_odd_name(answer):
+    choice_of(answer)["logprobs"]["tokens"][-1] = "token_id:"
+
+
+@pytest.mark.parametrize("change", [only_names, only_ids, one_odd_name])
 def test_token_ids_are_taken_from_either_field(engine, server, change):
     server.change = lambda answer: change(answer) or answer
     assert ask(engine).token_ids == sampled([5, 6], 256)[0]
@@ -233,6 +237,7 @@ BROKEN = [
     (set_in(SCORES, lambda scores: scores[:-1]), "token_logprobs must be a list of .* numbers"),
     (set_in(SCORES, None), "token_logprobs must be a list .* got None"),
     (with_score(None), r"token_logprobs\[0\] .* None"),
+    (with_score("x"), "a log-probability, got 'x'"),
     (with_score(-9999.0), "a log-probability, got -9999.0"),
     (with_score(0.5, -1), "a log-probability, got 0.5"),
     (with_score(float("nan")), "a log-probability, got nan"),
