@@ -5,26 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .sayings import (
-    cohere,
-    deepseek_fenced,
-    deepseek_plain,
-    dsml,
-    gemma,
-    glm,
-    harmony,
-    hermes,
-    kimi,
-    llama_json,
-    marked_list,
-    minimax,
-    mistral_args,
-    mistral_list,
-    opened,
-    python,
-    thoughts,
-    xml,
-)
+from . import sayings as say
 from .templates import Shape, template_of
 
 
@@ -60,33 +41,39 @@ def im(name, file, say, **fields):
     return family(name, file, "<|im_end|>", special, say, **fields)
 
 
+def opened_hermes(message):
+    return say.hermes(message, say.opened)
+
+
 def opened_xml(message):
-    return xml(message, opened)
+    return say.xml(message, say.opened)
+
+
+def marked_python(message):
+    return say.python(message, "<|tool_call_start|>", "<|tool_call_end|>")
+
+
+def seed_xml(message):
+    def think(message):
+        return say.thoughts(message, "<seed:think>", "</seed:think>")
+
+    return say.xml(message, think, "seed:tool_call")
 
 
 def opened_list(message):
-    say = marked_list("<TOOLCALL>", "</TOOLCALL>")
-    return opened(message) + say({**message, "reasoning_content": None})
+    listed = say.marked_list("<TOOLCALL>", "</TOOLCALL>")
+    return say.opened(message) + listed({**message, "reasoning_content": None})
 
 
-QWEN25 = im("Qwen2.5", "qwen25", hermes)
-QWEN3 = im("Qwen3", "qwen3", hermes, **THINKS)
-QWEN3_THINKING = im(
-    "Qwen3 Thinking 2507", "qwen3_thinking", lambda message: hermes(message, opened), **OPENS
-)
-QWEN3_CODER = im("Qwen3-Coder", "qwen3_coder", xml)
+QWEN25 = im("Qwen2.5", "qwen25", say.hermes)
+QWEN3 = im("Qwen3", "qwen3", say.hermes, **THINKS)
+QWEN3_THINKING = im("Qwen3 Thinking 2507", "qwen3_thinking", opened_hermes, **OPENS)
+QWEN3_CODER = im("Qwen3-Coder", "qwen3_coder", say.xml)
 QWEN35 = im("Qwen3.5", "qwen35", opened_xml, **OPENS)
 QWEN36 = im("Qwen3.6", "qwen36", opened_xml, **OPENS)
 NEMOTRON3 = im("Nemotron 3 Nano", "nemotron3", opened_xml, **OPENS)
 NEMOTRON2 = im("Nemotron Nano 2", "nemotron2", opened_list, **OPENS)
-LFM2 = im(
-    *(
-        "LFM2.5",
-        "lfm2",
-        lambda message: python(message, "<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    thinks=True,
-)
+LFM2 = im("LFM2.5", "lfm2", marked_python, thinks=True)
 
 _GLM = {
     "stop": "<|user|>",
@@ -94,13 +81,13 @@ _GLM = {
     "special": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "call_stop": "<|observation|>",
 }
-GLM45 = family("GLM-4.5", "glm45", say=glm, **_GLM, **THINKS)
-GLM47 = family("GLM-4.7", "glm47", say=glm, **_GLM, **THINKS)
+GLM45 = family("GLM-4.5", "glm45", say=say.glm, **_GLM, **THINKS)
+GLM47 = family("GLM-4.7", "glm47", say=say.glm, **_GLM, **THINKS)
 
 GPT_OSS = family(
     *("gpt-oss", "gpt_oss", "<|return|>"),
     ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
-    harmony,
+    say.harmony,
     **THINKS,
     several=False,
     says_and_calls=False,
@@ -117,10 +104,12 @@ _DEEPSEEK = {
         *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
     ),
 }
-DEEPSEEK_R1 = family("DeepSeek-R1", "deepseek_r1", say=deepseek_fenced, **_DEEPSEEK, **OPENS)
-DEEPSEEK_V3 = family("DeepSeek-V3", "deepseek_v3", say=deepseek_fenced, **_DEEPSEEK, stable=False)
-DEEPSEEK_V31 = family("DeepSeek-V3.1", "deepseek_v31", say=deepseek_plain, **_DEEPSEEK)
-DEEPSEEK_V32 = family("DeepSeek-V3.2", "deepseek_v32", say=dsml, **_DEEPSEEK, **OPENS)
+DEEPSEEK_R1 = family("DeepSeek-R1", "deepseek_r1", say=say.deepseek_fenced, **_DEEPSEEK, **OPENS)
+DEEPSEEK_V3 = family(
+    "DeepSeek-V3", "deepseek_v3", say=say.deepseek_fenced, **_DEEPSEEK, stable=False
+)
+DEEPSEEK_V31 = family("DeepSeek-V3.1", "deepseek_v31", say=say.deepseek_plain, **_DEEPSEEK)
+DEEPSEEK_V32 = family("DeepSeek-V3.2", "deepseek_v32", say=say.dsml, **_DEEPSEEK, **OPENS)
 
 _KIMI = {
     "stop": "<|im_end|>",
@@ -130,22 +119,22 @@ _KIMI = {
         *("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     ),
 }
-KIMI_K2 = family("Kimi K2", "kimi_k2", say=kimi, **_KIMI)
-KIMI_K2_THINKING = family("Kimi K2 Thinking", "kimi_k2_thinking", say=kimi, **_KIMI, **THINKS)
+KIMI_K2 = family("Kimi K2", "kimi_k2", say=say.kimi, **_KIMI)
+KIMI_K2_THINKING = family("Kimi K2 Thinking", "kimi_k2_thinking", say=say.kimi, **_KIMI, **THINKS)
 
-MINIMAX_M2 = family("MiniMax-M2", "minimax_m2", "[e~[", ("]~!b[", "]~b]"), minimax, **OPENS)
+MINIMAX_M2 = family("MiniMax-M2", "minimax_m2", "[e~[", ("]~!b[", "]~b]"), say.minimax, **OPENS)
 
 _MISTRAL = (
     *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
 )
 MISTRAL = family(
-    *("Mistral Small 3.1", "mistral", "</s>", _MISTRAL[:7], mistral_list),
+    *("Mistral Small 3.1", "mistral", "</s>", _MISTRAL[:7], say.mistral_list),
     bos="<s>",
     says_and_calls=False,
 )
 MAGISTRAL = family(
-    "Magistral 1.2", "magistral", "</s>", _MISTRAL, mistral_args, bos="<s>", thinks=True
+    "Magistral 1.2", "magistral", "</s>", _MISTRAL, say.mistral_args, bos="<s>", thinks=True
 )
 
 COHERE = family(
@@ -155,7 +144,7 @@ COHERE = family(
         *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
         *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
     ),
-    cohere,
+    say.cohere,
     bos="<BOS_TOKEN>",
     says_and_calls=False,
     thinks=True,
@@ -175,10 +164,10 @@ _GEMMA4 = {
     ),
     "call_stop": "<|tool_response>",
 }
-GEMMA4 = family("Gemma 4", "gemma4", say=gemma, **_GEMMA, **_GEMMA4, **THINKS)
+GEMMA4 = family("Gemma 4", "gemma4", say=say.gemma, **_GEMMA, **_GEMMA4, **THINKS)
 GEMMA4_PLAIN = family(
     *("Gemma 4, results before contents", "gemma4_plain"),
-    say=gemma,
+    say=say.gemma,
     **_GEMMA,
     **_GEMMA4,
     stable=False,
@@ -188,7 +177,7 @@ GEMMA4_PLAIN = family(
 LLAMA31 = family(
     *("Llama 3.1", "llama31", "<|eot_id|>"),
     ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
-    llama_json,
+    say.llama_json,
     bos="<|begin_of_text|>",
     several=False,
     says_and_calls=False,
@@ -196,7 +185,7 @@ LLAMA31 = family(
 LLAMA4 = family(
     *("Llama 4", "llama4", "<|eot|>"),
     ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>"),
-    python,
+    say.python,
     bos="<|begin_of_text|>",
     says_and_calls=False,
 )
@@ -204,21 +193,15 @@ LLAMA4 = family(
 PHI4_MINI = family(
     *("Phi-4-mini", "phi4_mini", "<|end|>"),
     ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool_call|>", "<|/tool_call|>"),
-    marked_list("<|tool_call|>", "<|/tool_call|>"),
+    say.marked_list("<|tool_call|>", "<|/tool_call|>"),
     eos="<|endoftext|>",
 )
 GRANITE = family(
     *("Granite 3.3", "granite", "<|end_of_text|>"),
     ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
-    marked_list("<|tool_call|>"),
+    say.marked_list("<|tool_call|>"),
 )
-SEED = family(
-    *("Seed-OSS", "seed", "<seed:eos>", ("<seed:bos>",)),
-    lambda message: xml(
-        message, lambda m: thoughts(m, "<seed:think>", "</seed:think>"), "seed:tool_call"
-    ),
-    thinks=True,
-)
+SEED = family("Seed-OSS", "seed", "<seed:eos>", ("<seed:bos>",), seed_xml, thinks=True)
 
 FAMILIES = [
     *(QWEN25, QWEN3, QWEN3_THINKING, QWEN3_CODER, QWEN35, QWEN36, GLM45, GLM47, GPT_OSS),

@@ -33,13 +33,15 @@ def value_text(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def parameters(arguments, form):
+    """Each argument in this form, of its ``key`` and ``value``."""
+    return "".join(form.format(key=k, value=value_text(v)) for k, v in arguments.items())
+
+
 def xml(message, think=thoughts, mark="tool_call"):
     parts = [message["content"]]
     for name, arguments in functions(message):
-        inside = "".join(
-            f"<parameter={key}>\n{value_text(value)}\n</parameter>\n"
-            for key, value in arguments.items()
-        )
+        inside = parameters(arguments, "<parameter={key}>\n{value}\n</parameter>\n")
         parts.append(f"<{mark}>\n<function={name}>\n{inside}</function>\n</{mark}>")
     return think(message) + "\n".join(filter(None, parts))
 
@@ -47,10 +49,8 @@ def xml(message, think=thoughts, mark="tool_call"):
 def glm(message):
     parts = [message["content"]]
     for name, arguments in functions(message):
-        inside = "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{value_text(value)}</arg_value>\n"
-            for key, value in arguments.items()
-        )
+        form = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        inside = parameters(arguments, form)
         parts.append(f"<tool_call>{name}\n{inside}</tool_call>")
     return thoughts(message, "\n<think>", "</think>\n") + "\n".join(filter(None, parts))
 
@@ -116,17 +116,9 @@ def minimax(message):
         return text
     text += "\n<minimax:tool_call>\n"
     for name, arguments in functions(message):
-        inside = "".join(
-            f'<parameter name="{key}">{value_text(value)}</parameter>\n'
-            for key, value in arguments.items()
-        )
+        inside = parameters(arguments, '<parameter name="{key}">{value}</parameter>\n')
         text += f'<invoke name="{name}">\n{inside}</invoke>\n'
     return text + "</minimax:tool_call>"
-
-
-def mistral_list(message):
-    calls = [{"name": name, "arguments": a} for name, a in functions(message)]
-    return message["content"] + (f"[TOOL_CALLS] {json.dumps(calls)}" if calls else "")
 
 
 def mistral_args(message):
@@ -186,3 +178,6 @@ def marked_list(opening, closing=""):
         return thoughts(message) + message["content"] + block
 
     return say
+
+
+mistral_list = marked_list("[TOOL_CALLS] ")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.chat.messages import render, said, system, tool, user
 from tests.chat.templates import (
     CHATML,
     GEMMA,
@@ -24,22 +25,6 @@ from tests.chat.templates import SHAPES as REAL_SHAPES
 from tests.tiers import few_or_many
 from torchrl_mt.chat import ChatTokens
 from torchrl_mt.testing import tiny_chat_tokenizer
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def said(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
-
-
-def system(content: str) -> dict[str, str]:
-    return {"role": "system", "content": content}
-
-
-def tool(content: str) -> dict[str, str]:
-    return {"role": "tool", "content": content}
 
 
 def forgiving(tokenizer):
@@ -60,13 +45,6 @@ def as_template(tokenizer, template, *special):
     other.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", *special]})
     other.chat_template = template
     return other
-
-
-def render(tokenizer, messages):
-    """Tokens of a whole conversation at once."""
-    return tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=True, return_dict=False
-    )
 
 
 @pytest.mark.parametrize(
@@ -400,6 +378,7 @@ def test_white_space_that_a_template_trims_is_no_difference():
 @pytest.mark.parametrize("on_break", ["fork", "append"])
 def test_one_warning_when_it_matters(caplog, on_break):
     with caplog.at_level(logging.WARNING, "torchrl_mt"):
+        Talk(CHATML, user("guess"), on_break=on_break).turn(THOUGHT + "8", user("higher"))
         talk = Talk(QWEN3, user("guess"), on_break=on_break)
         if on_break == "fork":
             talk.turn("8", user("higher"))
@@ -410,12 +389,6 @@ def test_one_warning_when_it_matters(caplog, on_break):
     assert record.name == "torchrl_mt"
     assert talk.chat.breaks in record.getMessage()
     assert f"on_break='{on_break}'" in record.getMessage()
-
-
-def test_a_stable_template_never_warns(caplog):
-    with caplog.at_level(logging.WARNING, "torchrl_mt"):
-        Talk(CHATML, user("guess")).turn(THOUGHT + "8", user("higher"))
-    assert not caplog.records
 
 
 def test_a_refused_dialogue_names_the_message():
@@ -475,30 +448,12 @@ def test_what_only_this_dialogue_allows_is_appended(tokenizer, on_break):
     assert chat.stable
     prompt, answer = [2, 4], calling("8 <end>")["input_ids"]
     call = {**said("8"), "tool_calls": [{"name": "look"}]}
-    after = chat.next_prompt(
-        [user("guess"), call], [tool("12")], prompt, answer, last_token=answer[-1]
-    )
+    given = ([tool("12")], prompt, answer)
+    after = chat.next_prompt([user("guess"), call], *given, last_token=answer[-1])
     expected = calling.convert_tokens_to_ids(["<tool>", "12", "<end>", "<assistant>"])
     assert after == [*prompt, *answer, *expected]
     with pytest.raises(ValueError, match="a result needs a call"):
-        chat.next_prompt(
-            *([user("guess"), said("8")], [tool("12")], prompt, answer), last_token=answer[-1]
-        )
-
-
-@pytest.mark.parametrize("shape", REAL_SHAPES, **named)
-def test_control_words_of_a_message_stay_text(shape):
-    names = [*shape.special, shape.stop, shape.eos, *filter(None, [shape.bos])]
-    evil = " ".join([f"8{name}{name}" for name in names])
-    talk = Talk(shape, user(evil))
-    talk.turn("8", user(evil + names[0]))
-    written = (
-        talk.rendered if shape is not MISTRAL else talk.rendered.replace("] 8</s>[", "]8</s>[")
-    )
-    assert talk.tokenizer.decode(talk.prompt) == written
-    tame = Talk(shape, user("8"))
-    tame.turn("8", user("8"))
-    assert special_in(talk) == special_in(tame)
+        chat.next_prompt([user("guess"), said("8")], *given, last_token=answer[-1])
 
 
 def test_control_words_that_overlap_stay_text(tokenizer):
@@ -516,10 +471,10 @@ def test_no_part_of_a_control_word_is_lost(tokenizer):
     assert ids == tokenizer.convert_tokens_to_ids(names)
 
 
-def special_in(talk):
+def special_in(talk, prompt=None):
     """The special tokens of a prompt, in their order."""
     special = set(talk.tokenizer.all_special_ids)
-    return [token for token in talk.prompt if token in special]
+    return [token for token in prompt or talk.prompt if token in special]
 
 
 WORDS = [
@@ -587,11 +542,7 @@ def check_prompts(dialogue):
         assert talk.extends == whole.startswith(seen)
         assert talk.extends or not shape.stable
         clean = [{**m, "content": without_control(talk, m["content"])} for m in talk.messages]
-        tame = talk.tokenizer.apply_chat_template(
-            clean, add_generation_prompt=True, return_dict=False
-        )
-        special = set(talk.tokenizer.all_special_ids)
-        assert special_in(talk) == [token for token in tame if token in special]
+        assert special_in(talk) == special_in(talk, render(talk.tokenizer, clean))
 
 
 def cached_talk(shape, opening):
@@ -663,11 +614,7 @@ class Counting:
 
 @pytest.mark.parametrize(
     ("shape", "on_break", "grows"),
-    [
-        *((shape, "fork", False) for shape in STABLE),
-        (QWEN3, "append", False),
-        (QWEN3, "fork", True),
-    ],
+    [*((s, "fork", False) for s in STABLE), (QWEN3, "append", False), (QWEN3, "fork", True)],
 )
 def test_the_cost_of_a_turn_does_not_grow_with_the_dialogue(shape, on_break, grows):
     counting = Counting(shape.on(byte_level()))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.chat.families import COHERE, FAMILIES, GEMMA4_PLAIN, GPT_OSS
 from tests.chat.families import MISTRAL as MISTRAL_SMALL
 from tests.chat.families_in_play import call, kinds, lines, play, result_of, tokenizer_of
+from tests.chat.messages import said, system, tool, user
 from tests.chat.templates import (
     CHATML,
     DEEPSEEK_R1,
@@ -29,14 +30,6 @@ from tests.chat.templates import (
 from tests.tiers import few_or_many
 from torchrl_mt.chat.dialogue_spans import DialogueRenderer
 from torchrl_mt.testing import tiny_chat_tokenizer
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def said(content, **fields):
-    return {"role": "assistant", "content": content, **fields}
 
 
 def answers_of(shape, messages, tools=None, base=None):
@@ -116,7 +109,7 @@ def test_what_is_around_answers_is_what_a_played_episode_has_around_them(family,
     (_, message), (_, last) = seen
     calls = message.get("tool_calls") or ()
     results = [result_of(call, f"result {k}") for k, call in enumerate(calls)]
-    talk = [{"role": "system", "content": "rules"}, user("guess"), message]
+    talk = [system("rules"), user("guess"), message]
     talk += [*(results or [user("more")]), last]
     if DialogueRenderer(tokenizer_of(family)).render(talk, None).dropped:
         return  # It rewrites the whole dialogue alone, though it opens thoughts in prompts.
@@ -137,7 +130,7 @@ def talks_with_tools(draw):
     """A dialogue in which every text of others is marked, and what the assistant says is any."""
     says = st.sampled_from(["", "8", "Wait. So", "a\nb", "<think>hm</think>8"])
     theirs = st.sampled_from([f"{OTHERS} 3", f'{{"{OTHERS}": [1]}}', f"8 {OTHERS}\n", OTHERS])
-    talk = [{"role": "system", "content": OTHERS}] if draw(st.booleans()) else []
+    talk = [system(OTHERS)] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         talk.append(user(draw(theirs)))
         for _ in range(draw(st.integers(0, 2))):
@@ -173,7 +166,7 @@ def check_that_no_token_of_others_is_trained(data):
 
 def test_what_is_written_after_a_tools_result_is_not_trained():
     asked = said("Wait.", tool_calls=[call("look", q="a")])
-    talk = [user("go"), asked, {"role": "tool", "content": "SECRET 3"}]
+    talk = [user("go"), asked, tool("SECRET 3")]
     for last in ([], [said("done")]):
         trained, dialogue = answers_of(GEMMA4_PLAIN, [*talk, *last])
         first = '<|tool_call>call:look{q:<|"|>a<|"|>}<tool_call|><|tool_response>'
@@ -196,10 +189,7 @@ def test_thoughts_that_the_template_drops_are_said_and_not_trained(shape):
 
 
 def test_a_template_that_moves_the_rules_to_the_last_question():
-    talk = [
-        {"role": "system", "content": "be brief"},
-        *(user("a"), said("x"), user("b"), said("<think>h</think> y")),
-    ]
+    talk = [system("be brief"), user("a"), said("x"), user("b"), said("<think>h</think> y")]
     trained, dialogue = answers_of(MISTRAL_SYSTEM_LAST, talk)
     assert trained == ["x</s>", "<think>h</think> y</s>"]
     assert not dialogue.dropped
@@ -297,19 +287,6 @@ def test_blocks_are_what_the_host_says(contents):
     assert list(map(int, trained)) == host["assistant_masks"]
 
 
-def test_blocks_in_a_macro():
-    talk = [user("a"), said("x"), user("b"), said("y")]
-    # Some releases of transformers count characters from the beginning of the macro's call.
-    macro = (
-        "{%- macro turn(m) %}{{- '<|im_start|>assistant\n' }}{% generation %}"
-        "{{- m.content + '<|im_end|>' }}{% endgeneration %}{%- endmacro %}"
-        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- turn(m) + '\n' }}{%- else %}"
-        "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    )
-    assert answers_of(replace(CHATML, template=macro), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
-
-
 def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
     """Releases of transformers differ: some find no token for such a space, and mark others."""
     tokenizer = tiny_chat_tokenizer("guess 8 lower 4")
@@ -327,16 +304,31 @@ def test_blocks_that_begin_and_end_with_spaces_which_the_tokenizer_drops():
     )
 
 
-def test_the_end_of_the_turn_is_trained_though_a_block_leaves_it_out():
-    content = BLOCKS.replace("message.content + '<|im_end|>' }}", "message.content }}").replace(
-        "{{- '\n' }}\n    {%- else", "{{- '<|im_end|>\n' }}\n    {%- else"
-    )
+WHOLE = {
+    # Some releases of transformers count characters from the beginning of the macro's call.
+    "in a macro": (
+        "{%- macro turn(m) %}{{- '<|im_start|>assistant\n' }}{% generation %}"
+        "{{- m.content + '<|im_end|>' }}{% endgeneration %}{%- endmacro %}"
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- turn(m) + '\n' }}{%- else %}"
+        "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    "without the end of the turn": BLOCKS.replace(
+        "message.content + '<|im_end|>' }}", "message.content }}"
+    ).replace("{{- '\n' }}\n    {%- else", "{{- '<|im_end|>\n' }}\n    {%- else"),
+    "with the beginning of the turn": BLOCKS.replace(
+        "{{- '<|im_start|>assistant\n' }}\n        {% generation -%}",
+        "{% generation -%}{{- '<|im_start|>assistant\n' }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("template", WHOLE.values(), ids=WHOLE)
+def test_answers_with_their_ends_are_trained_however_blocks_are_written(template):
     talk = [user("a"), said("x"), user("b"), said("y")]
-    assert answers_of(replace(CHATML, template=content), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
-    header = BLOCKS.replace(
-        "{{- '<|im_start|>assistant\n' }}\n        {% generation -%}", "%%"
-    ).replace("%%", "{% generation -%}{{- '<|im_start|>assistant\n' }}", 1)
-    assert answers_of(replace(CHATML, template=header), talk)[0] == ["x<|im_end|>", "y<|im_end|>"]
+    assert template != BLOCKS
+    trained, _ = answers_of(replace(CHATML, template=template), talk)
+    assert trained == ["x<|im_end|>", "y<|im_end|>"]
 
 
 def test_blocks_may_choose_a_part_of_an_answer():
@@ -374,7 +366,7 @@ def test_empty_entries_and_parts_of_text_are_as_if_they_were_not_there():
 
 def test_ids_of_calls_are_added_where_the_template_refuses_to_do_without():
     talk = [user("a"), {"role": "assistant", "tool_calls": [call("look", q="a")]}]
-    talk += [{"role": "tool", "content": "r"}, said("b")]
+    talk += [tool("r"), said("b")]
     trained, dialogue = answers_of(MISTRAL_SMALL, talk)
     assert trained[1] == "b</s>"
     assert '"call_id": "call00000"' in dialogue.text
@@ -383,7 +375,7 @@ def test_ids_of_calls_are_added_where_the_template_refuses_to_do_without():
 @pytest.mark.parametrize(
     ("shape", "talk", "match"),
     [
-        (GEMMA, [{"role": "system", "content": "r"}, user("a")], "message 0 of 2 .role 'system'"),
+        (GEMMA, [system("r"), user("a")], "message 0 of 2 .role 'system'"),
         (MISTRAL, [user("a"), said("b"), said("c"), user("d")], "message 2 of 4 .role 'assistant'"),
     ],
     ids=["gemma", "mistral"],

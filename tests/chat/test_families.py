@@ -37,6 +37,8 @@ from .families_in_play import (
     without_ids,
 )
 from .families_table import table
+from .messages import said as answered
+from .messages import system, tool, user
 from .templates import ROUNDS, byte_level
 from .worst_replies import replies, written
 
@@ -138,7 +140,7 @@ def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(fam
         )
 
     for kind, message in kinds(family).items():
-        dialogue = [{"role": "system", "content": "rules"}, {"role": "user", "content": "guess"}]
+        dialogue = [system("rules"), user("guess")]
         assert text(dialogue, chat.source) == text(dialogue, chat_of(family).source)
         if kind in STILL_FORK.get(family.name, ()):
             continue
@@ -149,7 +151,7 @@ def test_a_training_template_shows_the_same_opening_and_extends_from_then_on(fam
             before = text(dialogue, chat.source)
             dialogue.append(chat.read(answer, prompt_ids=prompt, messages=dialogue).in_dialogue)
             calls = dialogue[-1].get("tool_calls", ())
-            dialogue += [result_of(c, "8") for c in calls] or [{"role": "user", "content": "more"}]
+            dialogue += [result_of(c, "8") for c in calls] or [user("more")]
             assert text(dialogue, chat.source).startswith(before), kind
 
 
@@ -234,7 +236,7 @@ def check_that_arguments_come_back(data):
     # "q" is text and "n" a number by the tool's schema; "x" has none, so that its type must show.
     shown = values.filter(lambda value: not isinstance(value, str) or value.isalpha())
     arguments = {"q": data.draw(texts), "n": data.draw(st.integers(-9, 9)), "x": data.draw(shown)}
-    message = {"role": "assistant", "content": "", "tool_calls": [call("look", **arguments)]}
+    message = answered("", tool_calls=[call("look", **arguments)])
     reply = parse_tool_calls(family.say(message), tokenizer_of(family), TOOLS)
     assert without_ids(reply.message()) == message
 
@@ -272,7 +274,7 @@ def check_that_it_is_parsed(data):
 def test_a_reply_of_which_a_part_cannot_be_read_is_plain_content(broken):
     for text in (f"Wait. {broken}", f"<think>\nhm\n</think>\n\nWait. {broken}"):
         reply = parse_tool_calls(text + "<|im_end|>", tokenizer_of(FAMILIES[1]))
-        assert reply.message() == {"role": "assistant", "content": text}
+        assert reply.message() == answered(text)
 
 
 NO_JSON = ("NaN", "-Infinity", "1e999", "-1E999", '"\\ud83d"', "[" * 70 + "]" * 70, "[" * 9999)
@@ -282,7 +284,7 @@ NO_JSON = ("NaN", "-Infinity", "1e999", "-1E999", '"\\ud83d"', "[" * 70 + "]" * 
 @pytest.mark.parametrize("family", CALLING, ids=lambda family: family.name)
 def test_what_no_program_can_read_is_never_an_argument(family, value):
     """Such a reply is plain content, unless the notation takes the value for text."""
-    said = family.say({"role": "assistant", "content": "", "tool_calls": [call("look", n=7771)]})
+    said = family.say(answered("", tool_calls=[call("look", n=7771)]))
     text = said.replace("7771", value)
     reply = parse_tool_calls(text, tokenizer_of(family), TOOLS)
     json.dumps(reply.message(), allow_nan=False, ensure_ascii=False).encode()
@@ -295,7 +297,7 @@ def test_what_no_program_can_read_is_never_an_argument(family, value):
 @pytest.mark.parametrize("family", CALLING, ids=lambda family: family.name)
 def test_the_deepest_call_goes_into_the_next_prompt(family):
     tokenizer, chat = tokenizer_of(family), ChatTokens(tokenizer_of(family))
-    dialogue = [{"role": "user", "content": "guess"}]
+    dialogue = [user("guess")]
     prompt = chat.open(dialogue)
     for depth in range(70, 0, -1):
         x = json.loads("[" * depth + "]" * depth)
@@ -307,7 +309,7 @@ def test_the_deepest_call_goes_into_the_next_prompt(family):
             break
     assert depth > 50
     dialogue.append(answer.in_dialogue)
-    new = name_tool_results(answer.in_dialogue, [{"role": "tool", "content": "8"}])
+    new = name_tool_results(answer.in_dialogue, [tool("8")])
     assert chat.next_prompt(dialogue, new, prompt, ids, last_token=ids[-1])
 
 
@@ -452,7 +454,7 @@ def test_a_tokenizers_own_response_template_comes_first():
     assert (reply.reasoning, reply.content) == ("hm", "Wait.")
     assert reply.tool_calls == [call("look", n=3)]
     broken = "<think>hm</think>Wait.<tool_call>{</tool_call>"
-    assert parse_tool_calls(broken, tokenizer).message() == {"role": "assistant", "content": broken}
+    assert parse_tool_calls(broken, tokenizer).message() == answered(broken)
 
 
 def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoiled():
@@ -468,7 +470,7 @@ def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoile
         def step(self, response, verbose=False):
             assert verbose is False
             self.seen.append(response)
-            return TextStep([{"role": "user", "content": "more"}], 1.0, len(self.seen) == 2)
+            return TextStep([user("more")], 1.0, len(self.seen) == 2)
 
     class Whole(Content):
         whole_text = True
@@ -489,7 +491,7 @@ def test_a_step_of_one_argument_gets_the_content_and_the_record_cannot_be_spoile
 def test_a_message_that_the_dialogue_refuses_rejects_its_episode():
     class Tool(Records):
         def step(self, response, message):
-            return TextStep([{"role": "tool", "content": "nobody asked"}])
+            return TextStep([tool("nobody asked")])
 
     family = NAMED["gpt-oss"]
     tokenizer = tokenizer_of(family)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chat.messages import said, system, tool, user
 from tests.chat.templates import byte_level
 from tests.tiers import examples
 from torchrl_mt.chat.tokens import ChatTokens
@@ -112,8 +113,8 @@ def reference(processor, messages, template, **kwargs):
 def goes_on_as_the_processor_writes(processor, chat, turns, source, opening=(), **kwargs):
     """Play turns, of which every prompt must be the processor's own."""
     tokenizer, messages, answer = processor.tokenizer, [], None
-    for asked, said in turns:
-        new = [*opening[: not messages], {"role": "user", "content": asked}]
+    for asked, words in turns:
+        new = [*opening[: not messages], user(asked)]
         if answer is None:
             prompt = chat.open(new)
         else:
@@ -123,7 +124,7 @@ def goes_on_as_the_processor_writes(processor, chat, turns, source, opening=(), 
         messages += new
         assert prompt == reference(processor, messages, source, **kwargs)
         assert chat.open(messages) == prompt
-        answer = tokenizer(said + tokenizer.eos_token)["input_ids"]
+        answer = tokenizer(words + tokenizer.eos_token)["input_ids"]
         messages.append(chat.read(answer, prompt_ids=prompt, messages=messages).in_dialogue)
 
 
@@ -170,7 +171,7 @@ def test_prompts_of_any_text(numbered, qwen):
     kwargs = {"add_vision_id": True} if numbered else {}
     chat = ChatTokens(None, processor=qwen, template_kwargs=kwargs)
     assert chat.stable
-    opening = [{"role": "system", "content": "rules"}]
+    opening = [system("rules")]
 
     @examples(30, few=10)
     @given(st.lists(st.tuples(st.lists(any_parts, min_size=1, max_size=4), texts), max_size=4))
@@ -189,7 +190,7 @@ def test_a_beginning_token_that_the_processor_writes():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
-    messages = [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}]
+    messages = [user([{"type": "image", "image": picture(1)}])]
     prompt = ChatTokens(None, processor=processor).open(messages)
     assert prompt[0] == tokenizer.bos_token_id
     assert prompt == reference(processor, messages, None)
@@ -201,21 +202,18 @@ def test_a_template_that_drops_earlier_images_is_not_stable(on_break, processors
     chat = ChatTokens(None, processor=processor, on_break=on_break)
     assert not chat.stable
     assert "an image" in chat.breaks
-    asked = {
-        "role": "user",
-        "content": [{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}],
-    }
+    asked = user([{"type": "text", "text": "a"}, {"type": "image", "image": picture(1)}])
     prompt = chat.open([asked])
     answer = processor.tokenizer("b<end>")["input_ids"]
-    said = chat.read(answer, prompt_ids=prompt).in_dialogue
+    talk = [asked, chat.read(answer, prompt_ids=prompt).in_dialogue]
     if on_break == "append":
-        goes_on, ids = chat.follow([asked, said], [asked], answer, last_token=answer[-1])
+        goes_on, ids = chat.follow(talk, [asked], answer, last_token=answer[-1])
         assert goes_on
         assert ids.count(chat._vision.image_token_id) == 4
     else:
         # Its text has fewer placeholders than the dialogue has images: nothing may guess which.
         with pytest.raises(ValueError, match="one image token for each image"):
-            chat.follow([asked, said], [asked], answer, last_token=answer[-1])
+            chat.follow(talk, [asked], answer, last_token=answer[-1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -233,7 +231,7 @@ def test_texts_that_spell_placeholders_stay_text(family, processors):
     plain = [{"type": "text", "text": "a b"}, image, {"type": "text", "text": "a b"}]
     counts = []
     for content in (shown, plain):
-        prompt = chat.open([{"role": "user", "content": content}])
+        prompt = chat.open([user(content)])
         counts.append((prompt.count(vision.image_token_id), sum(t in special for t in prompt)))
     assert counts[0] == counts[1]
     assert counts[0][0] == len(vision.inputs(StoredImage.of(picture(2))).token_ids)
@@ -242,11 +240,11 @@ def test_texts_that_spell_placeholders_stay_text(family, processors):
 def test_tool_results_with_images(processors):
     _, processor = tiny_vl_model("qwen3_vl", WORDS, extra_roles="tool")
     chat = ChatTokens(None, processor=processor)
-    messages = [{"role": "user", "content": "a"}]
+    messages = [user("a")]
     prompt = chat.open(messages)
     answer = processor.tokenizer("b<end>")["input_ids"]
     messages.append(chat.read(answer, prompt_ids=prompt).in_dialogue)
-    result = {"role": "tool", "content": [{"type": "image", "image": picture(4)}]}
+    result = tool([{"type": "image", "image": picture(4)}])
     longer = chat.next_prompt(messages, [result], prompt, answer, last_token=answer[-1])
     assert longer == reference(processor, [*messages, result], None)
 
@@ -254,12 +252,11 @@ def test_tool_results_with_images(processors):
 def test_images_without_a_processor_are_refused_by_name(processors):
     tokenizer = processors("qwen2_vl").tokenizer
     chat = ChatTokens(tokenizer)
-    shown = {"role": "user", "content": [{"type": "image", "image": picture(1)}]}
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    shown = user([{"type": "image", "image": picture(1)}])
     for refused in (
-        lambda: chat.open([asked, shown]),
+        lambda: chat.open([user("a"), shown]),
         lambda: chat.extend([shown], last_token=None),
-        lambda: chat.follow([asked, said], [shown], [3], last_token=None),
+        lambda: chat.follow([user("a"), said("b")], [shown], [3], last_token=None),
     ):
         with pytest.raises(ValueError, match="processor="):
             refused()
@@ -270,11 +267,11 @@ def test_videos_are_refused_by_name(processors, sees):
     """A template writes a placeholder that nobody fills in, or nothing."""
     processor = processors("qwen2_vl")
     chat = ChatTokens(processor.tokenizer, processor=processor if sees else None)
-    shown = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
+    shown = user([{"type": "video", "video": "a.mp4"}])
     with pytest.raises(
         ValueError, match=r"messages\[1\]\['content'\]\[0\] must be .*'video'.*frames"
     ):
-        chat.open([{"role": "user", "content": "a"}, shown])
+        chat.open([user("a"), shown])
 
 
 def test_tokenizers_of_others_and_other_processors_are_refused(processors):

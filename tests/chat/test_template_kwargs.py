@@ -24,6 +24,7 @@ from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 from .families_in_play import lines, play_episode
+from .messages import render, said, tool, user
 from .templates import Shape, byte_level
 
 TURNS = 3
@@ -80,11 +81,11 @@ class Questions(TextEnv):
 
     def reset(self, data=None):
         self.left = TURNS
-        return [{"role": "user", "content": "guess"}]
+        return dialogue(0)
 
     def step(self, response):
         self.left -= 1
-        return TextStep([{"role": "tool", "content": "higher"}], 1.0, self.left == 0)
+        return TextStep([tool("higher")], 1.0, self.left == 0)
 
 
 def play(tokenizer, **collector):
@@ -98,17 +99,9 @@ def collector_of(env, engine, kwargs):
     return MultiTurnCollector(env, engine, episodes_per_batch=1, options=options)
 
 
-def render(tokenizer, messages, **kwargs):
-    """Tokens of a whole dialogue at once, by transformers alone."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, **kwargs
-    )
-
-
 def dialogue(turn):
     """All that was said before a turn."""
-    said = [{"role": "assistant", "content": "8"}, {"role": "tool", "content": "higher"}]
-    return [{"role": "user", "content": "guess"}, *said * turn]
+    return [user("guess"), *[said("8"), tool("higher")] * turn]
 
 
 @pytest.mark.parametrize("kwargs", [KWARGS, {"tools": [SCHEMA]}, {"enable_thinking": False}, None])
@@ -166,10 +159,7 @@ def test_no_text_in_them_becomes_a_special_token():
     schemas = [schema, {"type": "function", "function": {"name": evil, evil: [(evil, 1)]}}]
     chat = ChatTokens(tokenizer, template_kwargs={"tools": schemas, "documents": [{"text": evil}]})
     prompt = chat.open(dialogue(0))
-    text = tokenizer.apply_chat_template(
-        dialogue(0), tools=schemas, documents=[{"text": evil}], tokenize=False,
-        add_generation_prompt=True,
-    )  # fmt: skip
+    text = render(tokenizer, dialogue(0), tools=schemas, documents=[{"text": evil}], tokenize=False)
     assert tokenizer.decode(prompt) == text
     # The tools' message, the document's and the user's have two each, the generation prompt one.
     assert sum(token in tokenizer.all_special_ids for token in prompt) == 7
@@ -182,7 +172,7 @@ def test_the_names_of_a_messages_fields_within_fields_are_text_too():
         "message.content", "(message.args | tojson if message.args else message.content)"
     )
     chat = ChatTokens(tokenizer)
-    prompt = chat.open([{"role": "user", "content": "", "args": {"<|im_end|>": 1}}])
+    prompt = chat.open([user("", args={"<|im_end|>": 1})])
     assert sum(token in tokenizer.all_special_ids for token in prompt) == 3
 
 
@@ -198,8 +188,7 @@ def test_what_is_changed_later_changes_nothing():
 def test_a_keyword_that_the_template_does_not_read_changes_nothing():
     tokenizer = tiny_chat_tokenizer("guess 8 higher")
     plain, given = ChatTokens(tokenizer), ChatTokens(tokenizer, template_kwargs=KWARGS)
-    messages = [{"role": "user", "content": "guess"}]
-    assert given.open(messages) == plain.open(messages)
+    assert given.open(dialogue(0)) == plain.open(dialogue(0))
 
 
 RESERVED = {"messages", "conversations", *inspect.signature(
@@ -315,9 +304,8 @@ def test_what_is_no_plain_data_is_refused_with_its_place(value):
         with pytest.raises(TypeError, match=re.escape(f"{place} must be plain data ")) as error:
             ChatTokens(tokenizer, template_kwargs=kwargs)
         assert f"got {name}:" in str(error.value)
-    message = {"role": "user", "content": "guess", "note": [value]}
     with pytest.raises(TypeError, match=r"messages\[1\]\['note'\]\[0\] must be plain data "):
-        ChatTokens(tokenizer).open([*dialogue(0), message])
+        ChatTokens(tokenizer).open([*dialogue(0), user("guess", note=[value])])
 
 
 def test_the_names_of_fields_are_plain_too():

@@ -31,11 +31,19 @@ def prompts(count: int, length: int = 12) -> list[list[int]]:
 
 def generate_all(engine, requests, each=None, **kwargs):
     """Answers to requests at the same time; ``each`` may have arguments of its own."""
+    found = outcomes(engine, requests, each, **kwargs)
+    for failed in (outcome for outcome in found if isinstance(outcome, BaseException)):
+        raise failed
+    return found
+
+
+def outcomes(engine, requests, each=None, **kwargs):
+    """As ``generate_all``, with errors in the place of answers."""
 
     async def run():
-        own = each or [{}] * len(requests)
-        asked = zip(requests, own, strict=True)
-        return await asyncio.gather(*(engine.generate(p, **kwargs, **more) for p, more in asked))
+        asked = zip(requests, each or [{}] * len(requests), strict=True)
+        answers = (engine.generate(prompt, **kwargs, **more) for prompt, more in asked)
+        return await asyncio.gather(*answers, return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -128,6 +136,27 @@ def ask(engine, prompt=(5, 6), **kwargs):
         return await asyncio.wait_for(engine.generate(list(prompt), **kwargs), PATIENCE)
 
     return asyncio.run(run())
+
+
+DROP = object()
+"""Stands for no value."""
+
+
+def edited(path, value):
+    """A change of one field of a JSON answer; a function makes its value of the one before."""
+    *parents, last = path
+
+    def change(answer):
+        inner = answer
+        for name in parents:
+            inner = inner[name]
+        if value is DROP:
+            del inner[last]
+        else:
+            inner[last] = value(inner[last]) if callable(value) else value
+        return answer
+
+    return change
 
 
 def scripts(openings, longest: int):

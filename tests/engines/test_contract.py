@@ -15,7 +15,7 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.engines.completions_server import STOP, CompletionsServer, weights_after
 from tests.engines.helpers import changed_copy, generate_all, plain_logits, prompts, started, until
 from tests.faulty_server import running, silent
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, in_thread, wait_until
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import (
@@ -233,6 +233,9 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
     assert [answer.sampling for answer in answers] == [{"top_p": 0.5}] * 3 + [{"top_k": 3}]
 
 
+STOPS = "stop must be a string or a list of strings"
+
+
 @pytest.mark.parametrize(
     ("prompt", "kwargs", "error", "message"),
     [
@@ -247,7 +250,12 @@ def test_truncation_is_recorded_and_warned_of_once(engine, caplog):
             ValueError,
             "max_new_tokens must be an integer in .1, .*got 0",
         ),
-        ([5], {"stop": 7}, TypeError, "stop must be a string or a list of strings, got 7"),
+        *(
+            ([5], {"stop": 7}, TypeError, f"{STOPS}, got 7."),
+            ([5], {"stop": b"a"}, TypeError, STOPS),
+        ),
+        ([5], {"stop": ["a", 7]}, TypeError, f"{STOPS}, got 7 in it."),
+        ([5], {"stop": ""}, ValueError, "stop must hold no empty string"),
         ([5], {"stop": ["a", ""]}, ValueError, "stop must hold no empty string"),
         ([5] * 1020, {"max_new_tokens": 5}, ValueError, "1020 tokens and max_new_tokens=5 exceed"),
         ([5] * 1024, {}, ValueError, "1024 tokens and .* exceed .*1024"),
@@ -315,18 +323,9 @@ async def test_requests_that_are_cancelled_hurt_no_other(kit, engine):
 
 
 def test_event_loops_of_several_threads_share_an_engine(kit, engine):
-    requests, answers = prompts(10), {}
-
-    def work(index):
-        answers[index] = generate_all(engine, requests)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for index in range(3):
-        assert_all_sampled(kit, requests, answers[index])
+    requests = prompts(10)
+    for wait in [in_thread(generate_all, engine, requests) for _ in range(3)]:
+        assert_all_sampled(kit, requests, wait())
 
 
 def test_an_update_is_counted_and_what_is_sampled_next_is_stamped_with_it(kit, engine):

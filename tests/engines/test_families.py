@@ -27,131 +27,90 @@ pytestmark = pytest.mark.filterwarnings("error:.*deprecated:FutureWarning")
 
 VOCABULARY = 61
 TOKENIZER: Any = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "initializer_range": 0.2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 2048, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
 GROUPED = {**COMMON, "num_key_value_heads": 2}
 WIDE_HEADS = {**GROUPED, "head_dim": 16}
 GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 1024}
 GPT |= {"initializer_range": 0.2, "eos_token_id": 1}
 
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
-    "qwen2-window": (
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    ),
-    "qwen2-eager": ("Qwen2Config", "Qwen2ForCausalLM", {**GROUPED, "attn_implementation": "eager"}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", WIDE_HEADS),
-    "qwen3-moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"head_dim": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
-    "llama4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4}
-        | {"num_experts_per_tok": 1, "attention_chunk_size": 16, "no_rope_layers": [1, 1, 0]}
-        | {"interleave_moe_layer_step": 1},
-    ),
-    "mistral-window": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 12}),
-    "mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", GROUPED),
-    "phi3-window": ("Phi3Config", "Phi3ForCausalLM", {**GROUPED, "sliding_window": 9}),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {**WIDE_HEADS, "sliding_window": 8, "attn_implementation": "eager"},
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {**WIDE_HEADS, "sliding_window": 8, "layer_types": MIXED},
-    ),
-    "gpt-oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"sliding_window": 8, "layer_types": MIXED, "attn_implementation": "eager"},
-    ),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        {**COMMON, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
-        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-        | {"first_k_dense_replace": 1, "n_shared_experts": 1},
-    ),
-    "cohere2": (
-        "Cohere2Config",
-        "Cohere2ForCausalLM",
-        {**GROUPED, "sliding_window": 8, "layer_types": MIXED},
-    ),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GROUPED),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", GROUPED),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", GROUPED),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
-    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", COMMON),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT),
-    "gpt-j": ("GPTJConfig", "GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
-    ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {**COMMON, "n_layer": 3, "n_head": 4}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {**COMMON, "alibi": False}),
-    "falcon-alibi": ("FalconConfig", "FalconForCausalLM", {**COMMON, "alibi": True}),
-}
+WINDOW = {**GROUPED, "sliding_window": 8}
+MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EAGER = {"attn_implementation": "eager"}
+TWO_OF_FOUR = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+LLAMA4 = {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4}
+LLAMA4 |= {"num_experts_per_tok": 1, "attention_chunk_size": 16, "no_rope_layers": [1, 1, 0]}
+DEEPSEEK = {**COMMON, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_group": 1}
+DEEPSEEK |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "topk_group": 1}
+DEEPSEEK |= {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen2-window": ("Qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2-eager": ("Qwen2", {**GROUPED, **EAGER}),
+    "qwen3": ("Qwen3", WIDE_HEADS),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**GROUPED, **EXPERTS, "moe_intermediate_size": 32, "head_dim": 8}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "llama": ("Llama", GROUPED),
+    "llama4": ("Llama4Text", {**LLAMA4, "interleave_moe_layer_step": 1}),
+    "mistral-window": ("Mistral", {**GROUPED, "sliding_window": 12}),
+    "mixtral": ("Mixtral", {**TWO_OF_FOUR, "sliding_window": None}),
+    "phi3": ("Phi3", GROUPED),
+    "phi3-window": ("Phi3", {**GROUPED, "sliding_window": 9}),
+    "gemma2": ("Gemma2", {**WINDOW, **EAGER, "head_dim": 16}),
+    "gemma3": ("Gemma3Text", {**MIXED, "head_dim": 16}),
+    "gpt-oss": ("GptOss", {**TWO_OF_FOUR, **MIXED, **EAGER, "head_dim": 8}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK),
+    "cohere2": ("Cohere2", MIXED),
+    "olmo2": ("Olmo2", GROUPED),
+    "granite": ("Granite", GROUPED),
+    "smollm3": ("SmolLM3", GROUPED),
+    "glm4": ("Glm4", {**GROUPED, "head_dim": 8}),
+    "gpt-neox": ("GPTNeoX", COMMON),
+    "gpt2": ("GPT2", GPT),
+    "gpt-j": ("GPTJ", {**GPT, "rotary_dim": 4}),
+    "opt": ("OPT", {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    "bloom": ("Bloom", {**COMMON, "n_layer": 3, "n_head": 4}),
+    "falcon": ("Falcon", {**COMMON, "alibi": False}),
+    "falcon-alibi": ("Falcon", {**COMMON, "alibi": True}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
+        "Qwen3Next",
         {**WIDE_HEADS, **EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16},
     ),
-    "mamba": ("MambaConfig", "MambaForCausalLM", {**COMMON, "state_size": 4}),
+    "mamba": ("Mamba", {**COMMON, "state_size": 4}),
     "jamba": (
-        "JambaConfig",
-        "JambaForCausalLM",
+        "Jamba",
         {**GROUPED, "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 4},
     ),
     "recurrent-gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
+        "RecurrentGemma",
         {**GROUPED, "lru_width": 32, "attention_window_size": 8},
     ),
-    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {**COMMON, "attention_hidden_size": 32}),
+    "rwkv": ("Rwkv", {**COMMON, "attention_hidden_size": 32}),
 }
 
 
-def build(config: str, model: str, settings: dict[str, Any]) -> Any:
+def build(family: str, settings: dict[str, Any]) -> Any:
     """A model of a family, with weights large enough that a wrong cache shows."""
-    if not hasattr(transformers, config):
-        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}Config")
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**settings)).eval()
+    config = getattr(transformers, f"{family}Config")(**settings)
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
+    return getattr(transformers, name)(config).eval()
 
 
 def texts(lengths: list[int], seed: int) -> list[list[int]]:
@@ -213,7 +172,7 @@ def test_long_rope_is_sampled_as_long_as_its_frequencies_stay():
     else:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": 64}
         settings["rope_parameters"] = {**rope, "rope_theta": 10_000.0}
-    model = build("Phi3Config", "Phi3ForCausalLM", settings)
+    model = build("Phi3", settings)
     engine = TransformersEngine(model, TOKENIZER, max_new_tokens=14)
     assert engine.max_total_tokens == 64
     prompts = texts([50, 9], 0)

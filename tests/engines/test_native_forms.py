@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
 
 import pytest
 
-from tests.engines.helpers import ask, completions
+from tests.engines.helpers import DROP, ask, completions, edited
 from tests.engines.sampling_servers import SGLangServer, VLLMServer, log_prob_of
 from tests.faulty_server import running, silent, status
 from tests.waiting import PATIENCE, wait_until
@@ -106,19 +105,6 @@ def test_a_server_that_does_not_take_the_abort_is_left_alone(make, server, api, 
     assert server.seen[1]["rid"] == server.seen[0]["rid"]
 
 
-def edit(payload: Any, path: list[Any], value: Any) -> Any:
-    *parents, last = path
-    inner = payload
-    for name in parents:
-        inner = inner[name]
-    if value is DROP:
-        del inner[last]
-    else:
-        inner[last] = value
-    return payload
-
-
-DROP = object()
 BROKEN = [
     ("vllm", ["choices"], [], "choices must be a list of one"),
     ("vllm", ["choices", 0, "logprobs"], None, "logprobs must be an object"),
@@ -137,7 +123,7 @@ BROKEN = [
 def test_malformed_answers_are_named(tokenizer, form, path, value, error):
     with running(KINDS[form]()) as server:
         post = server.generate
-        server.generate = lambda body, query: edit(post(body, query), path, value)
+        server.generate = lambda body, query: edited(path, value)(post(body, query))
         engine = completions(server.url, tokenizer, api=form, max_new_tokens=5)
         with pytest.raises(CompletionsError, match=error):
             ask(engine)

@@ -14,7 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torchrl.modules.llm import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, in_thread
 from torchrl_mt.engines import Completion, PolicyEngine
 from torchrl_mt.engines.policy import log_probs
 from torchrl_mt.engines.policy.log_probs import LogProbError, agrees, reports_wrong
@@ -242,10 +242,11 @@ def test_right_numbers_of_a_law_are_handed_on_and_raw_ones_are_refused(model, to
     assert sorted(answer.log_probs for answer in answers) == sorted(policy.reported)
 
 
-def test_what_cannot_be_checked_is_recorded_all_the_same(model, tokenizer, caplog):
+def test_what_is_not_checked_is_handed_on_and_recorded_as_it_is(model, tokenizer, caplog):
     policy = wrapper(model, tokenizer, repetition_penalty=1.5, top_k=2)
     engine = PolicyEngine(policy, check=False)
     answers = generate_all(engine, prompts(5))
+    assert {answer.log_probs[0] for answer in answers} == {0.0}  # the wrapper is wrong about them
     assert [a.sampling for a in answers] == [{"top_k": 2, "repetition_penalty": 1.5}] * 5
     assert sum("truncated" in record.getMessage() for record in caplog.records) == 1
 
@@ -320,11 +321,6 @@ def test_without_a_model_to_check_with_nothing_is_handed_on(model, tokenizer):
         engine = PolicyEngine(lambda td: policy.eval()(td), tokenizer=tokenizer, **kwargs)
         (answer,) = generate_all(engine, [[5, 6]])
         assert_sampled_by(model, [5, 6], answer, atol=1e-4)
-
-
-def test_what_is_not_checked_is_handed_on_as_it_is(model, tokenizer):
-    engine = PolicyEngine(wrapper(model, tokenizer), check=False)
-    assert {answer.log_probs[0] for answer in generate_all(engine, prompts(5))} == {0.0}
 
 
 def test_weights_that_did_not_reach_the_policy_are_noticed(model, tokenizer):
@@ -480,38 +476,23 @@ async def test_closing_fails_what_has_no_answer_and_leaves_no_thread(model, toke
 def test_an_engine_may_be_closed_from_anywhere_while_everything_runs(model, tokenizer, checked):
     """Requests of two loops are under way, and weights are being updated."""
     engine = PolicyEngine(wrapper(model, tokenizer), max_new_tokens=30, check=checked)
-    results, updated, begun = [], [], threading.Event()
+    begun = threading.Event()
 
     async def ask():
-        answers = 0
-        try:
-            while True:
-                await asyncio.gather(*(engine.generate(prompt) for prompt in prompts(9)))
-                answers += 1
-                begun.set()
-        except RuntimeError as error:
-            results.append((answers, str(error)))
+        while True:
+            await asyncio.gather(*(engine.generate(prompt) for prompt in prompts(9)))
+            begun.set()
 
     def update():
-        try:
-            while True:
-                updated.append(engine.update_weights())
-        except RuntimeError as error:
-            results.append((len(updated), str(error)))
+        while True:
+            engine.update_weights()
 
-    threads = [threading.Thread(target=lambda: asyncio.run(ask())) for _ in range(2)]
-    threads.append(threading.Thread(target=update))
-    for thread in threads:
-        thread.start()
+    working = [in_thread(work) for work in (lambda: asyncio.run(ask()),) * 2 + (update,)]
     assert begun.wait(PATIENCE)
-    closers = [threading.Thread(target=engine.close) for _ in range(3)]
-    for thread in [*closers, *closers]:
-        thread.start() if thread.ident is None else thread.join(PATIENCE)
+    for closed in [in_thread(engine.close) for _ in range(3)]:
+        closed()
     assert not engine._batcher._thread.is_alive()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert [message for _, message in results] == ["the engine is closed: make a new one."] * 3
+    assert [str(wait()) for wait in working] == ["the engine is closed: make a new one."] * 3
 
 
 def test_no_request_is_lost_at_random(tokenizer):
@@ -540,22 +521,14 @@ def test_no_request_is_lost_at_random(tokenizer):
                 rng.choice(tasks).cancel()
         return base, await asyncio.gather(*tasks, return_exceptions=True)
 
-    results: list[tuple[int, list]] = []
-    threads = [
-        threading.Thread(target=lambda base=base: results.append(asyncio.run(run(base))))
-        for base in (1000, 2000, 3000)
-    ]
-    for thread in threads:
-        thread.start()
+    running = [in_thread(lambda base=base: asyncio.run(run(base))) for base in (1000, 2000, 3000)]
     for _ in range(20):
         with batcher.paused():
             assert busy.acquire(blocking=False)
             time.sleep(0.001)
             busy.release()
-    for thread in threads:
-        thread.join(PATIENCE)
+    results = [wait() for wait in running]
     batcher.close()
-    assert len(results) == 3
     assert len(seen) == len(set(seen))
     for base, outcomes in results:
         for i, outcome in enumerate(outcomes):
@@ -597,9 +570,8 @@ def test_weights_that_lie_elsewhere_are_handed_on(model, tokenizer):
 
 def test_vllms_sampling_parameters_count_as_well(model, tokenizer):
     policy = Fake(model, tokenizer)
-    policy.sampling_params = SimpleNamespace(
-        temperature=0.5, top_k=-1, top_p=1.0, max_tokens=3, n=1
-    )
+    given = {"temperature": 0.5, "top_k": -1, "top_p": 1.0, "max_tokens": 3, "n": 1}
+    policy.sampling_params = SimpleNamespace(**given)
     engine = PolicyEngine(policy)
     assert engine.max_new_tokens == 3
     with pytest.raises(RuntimeError, match=r"with {'temperature': 0.5}"):  # reported at 1
@@ -621,10 +593,10 @@ def test_vllms_stop_tokens_end_answers_as_well(model, tokenizer):
     assert "stop" in {answer.finish_reason for answer in answers}
 
 
-NO_TOKEN = {"tokens": {"response": torch.ones(1, 0)}}
-NO_LOG_PROB = {
-    "tokens": {"response": torch.ones(1, 2)}, "log_probs": {"response": torch.ones(1, 1)}
-}  # fmt: skip
+def answering(*log_probs, **response):
+    """A policy whose answers to one prompt are these."""
+    out = {"tokens": response, "log_probs": {"response": torch.zeros(1, *log_probs)}}
+    return lambda *_: lambda td: TensorDict(out, [1])
 
 
 @pytest.mark.parametrize(
@@ -632,14 +604,9 @@ NO_LOG_PROB = {
     [
         (wrapper, {"typical_p": 0.1, "seed": 3}, TypeError, r"takes no \['seed', 'typical_p'\]"),
         (Fake, {"stop": "guess"}, TypeError, r"takes no \['stop'\]"),
-        (
-            lambda *_: lambda td: TensorDict(batch_size=[1]),
-            {},
-            RuntimeError,
-            "must return .*response",
-        ),
-        (lambda *_: lambda td: TensorDict(NO_LOG_PROB, [1]), {}, RuntimeError, "1 for 2"),
-        (lambda *_: lambda td: TensorDict(NO_TOKEN, [1]), {}, RuntimeError, "without a token"),
+        (answering(1), {}, RuntimeError, "must return .*response"),
+        (answering(1, response=torch.ones(1, 2)), {}, RuntimeError, "1 for 2"),
+        (answering(0, response=torch.ones(1, 0)), {}, RuntimeError, "without a token"),
     ],
 )
 def test_what_cannot_be_asked_or_answered_is_refused(
@@ -658,6 +625,11 @@ def test_stop_strings_need_a_tokenizer(model, tokenizer):
 
 
 ENDLESS = SimpleNamespace(eos_token_id=None)
+COLD = partial(Fake, law={"temperature": 0.3})
+
+
+def bent(**generate_kwargs):
+    return partial(wrapper, **generate_kwargs)
 
 
 def history(model, tokenizer):
@@ -666,40 +638,28 @@ def history(model, tokenizer):
     return chat
 
 
-def silent(model, tokenizer):
-    return TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-
-
-def cold(model, tokenizer):
-    return Fake(model, tokenizer, law={"temperature": 0.3})
-
-
-def bent(**generate_kwargs):
-    return partial(wrapper, **generate_kwargs)
-
-
 @pytest.mark.parametrize(
     ("make", "kwargs", "error", "message"),
     [
-        (lambda model, _: model, {}, TypeError, "got the model LlamaForCausalLM: wrap it"),
-        (lambda *_: 3, {}, TypeError, "must be a TorchRL LLM policy .*, got int"),
-        (lambda *_: Fake, {}, TypeError, "must be a TorchRL LLM policy"),
+        (lambda model, tokenizer: model, {}, TypeError, "the model LlamaForCausalLM: wrap it"),
+        (lambda *_, **__: 3, {}, TypeError, "must be a TorchRL LLM policy .*, got int"),
+        (lambda *_, **__: Fake, {}, TypeError, "must be a TorchRL LLM policy"),
         (wrapper, {"max_batch_size": 0}, ValueError, "max_batch_size must be positive, got 0"),
         (wrapper, {"max_wait": -1.0}, ValueError, "max_wait must not be negative"),
         (wrapper, {"tolerance": 0.0}, ValueError, "tolerance must be positive"),
-        (silent, {}, ValueError, "generate=False"),
+        (partial(TransformersWrapper, generate=False), {}, ValueError, "generate=False"),
         (bent(num_return_sequences=2, do_sample=True), {}, ValueError, "num_samples=2"),
         (bent(repetition_penalty=1.2), {}, ValueError, "own distribution, .*repetition_penalty"),
         (bent(num_beams=2), {}, ValueError, "own distribution, got .*num_beams"),
         (bent(bad_words_ids=[[5]]), {}, ValueError, "own distribution, got .*bad_words_ids"),
-        (cold, {"temperature": 0.7}, ValueError, "the policy's own, which is 0.3, got 0.7"),
+        (COLD, {"temperature": 0.7}, ValueError, "the policy's own, which is 0.3, got 0.7"),
         (history, {}, ValueError, "got 'history'"),
-        (lambda *_: print, {"tokenizer": ENDLESS}, ValueError, "end-of-turn token"),
+        (lambda *_, **__: print, {"tokenizer": ENDLESS}, ValueError, "end-of-turn token"),
     ],
 )
 def test_bad_engines_are_refused(model, tokenizer, make, kwargs, error, message):
     with pytest.raises(error, match=message):
-        PolicyEngine(make(model, tokenizer), **{"tokenizer": tokenizer, **kwargs})
+        PolicyEngine(make(model, tokenizer=tokenizer), **{"tokenizer": tokenizer, **kwargs})
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -20,7 +20,17 @@ from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.engines.sampling import Sampling, draw, probabilities, random_word
 from torchrl_mt.engines.transformers import batch_scheduler
 
-from .helpers import assert_sampled_by, check, generate_all, idle, plain_logits, prompts, until
+from .helpers import (
+    ask,
+    assert_sampled_by,
+    check,
+    generate_all,
+    idle,
+    outcomes,
+    plain_logits,
+    prompts,
+    until,
+)
 
 laws = st.builds(
     Sampling,
@@ -147,11 +157,8 @@ def test_tokens_are_drawn_as_often_as_their_law_says(law):
 
 
 def test_random_words_are_those_of_the_paper_and_differ():
-    assert [random_word(1234567, i) for i in range(3)] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [random_word(1234567, i) for i in range(3)] == published
     words = {random_word(seed, index) for seed in range(-20, 80) for index in range(100)}
     assert len(words) == 10_000
 
@@ -220,9 +227,8 @@ def test_requests_of_one_batch_have_their_own_laws(engine, model):
 
 def test_the_engines_law_is_its_requests_unless_they_say_otherwise(model, tokenizer):
     engine = TransformersEngine(model, tokenizer, temperature=0.5, top_k=2, top_p=0.9)
-    (answer,) = generate_all(engine, prompts(1))
-    assert answer.sampling == {"temperature": 0.5, "top_k": 2, "top_p": 0.9}
-    (answer,) = generate_all(engine, prompts(1), temperature=1, top_k=0, top_p=1.0)
+    assert ask(engine).sampling == {"temperature": 0.5, "top_k": 2, "top_p": 0.9}
+    answer = ask(engine, prompts(1)[0], temperature=1, top_k=0, top_p=1.0)
     assert answer.sampling == {}
     assert_sampled_by(model, prompts(1)[0], answer)
 
@@ -230,9 +236,7 @@ def test_the_engines_law_is_its_requests_unless_they_say_otherwise(model, tokeni
 def test_a_seed_gives_the_same_answers_again(model, tokenizer):
     def run(seed):
         engine = TransformersEngine(model, tokenizer, seed=seed, max_new_tokens=6)
-        answers = [generate_all(engine, [p])[0].token_ids for p in prompts(3) * 2]
-        engine.close()
-        return answers
+        return [ask(engine, p).token_ids for p in prompts(3) * 2]
 
     first = run(3)
     assert first == run(3)
@@ -243,16 +247,10 @@ def test_a_seed_gives_the_same_answers_again(model, tokenizer):
 def test_a_requests_seed_is_all_that_its_answer_depends_on(engine, model, tokenizer):
     (alone,) = generate_all(engine, prompts(1), seed=11)
     generate_all(engine, prompts(7))
-    crowd = prompts(5)
-
-    async def run():
-        return await asyncio.gather(
-            *(engine.generate(p) for p in crowd * 3), engine.generate(crowd[0], seed=11)
-        )
-
+    *_, crowded = generate_all(engine, [*prompts(5) * 3, *prompts(1)], [{}] * 15 + [{"seed": 11}])
     other = TransformersEngine(model, tokenizer, max_batch_tokens=5, max_new_tokens=8)
     (elsewhere,) = generate_all(other, prompts(1), seed=11)
-    assert alone.token_ids == asyncio.run(run())[-1].token_ids == elsewhere.token_ids
+    assert alone.token_ids == crowded.token_ids == elsewhere.token_ids
 
 
 def test_the_global_generator_is_neither_read_nor_moved(model, tokenizer):
@@ -261,7 +259,6 @@ def test_the_global_generator_is_neither_read_nor_moved(model, tokenizer):
         torch.manual_seed(torch_seed)
         before = torch.get_rng_state()
         answers = generate_all(engine, prompts(8))
-        engine.close()
         assert torch.equal(torch.get_rng_state(), before)
         return [answer.token_ids for answer in answers]
 
@@ -272,10 +269,7 @@ def test_without_a_seed_torchs_own_decides(model, tokenizer):
     def run():
         torch.manual_seed(9)
         engines = [TransformersEngine(model, tokenizer) for _ in range(2)]
-        answers = [answer.token_ids for e in engines for answer in generate_all(e, prompts(3))]
-        for engine in engines:
-            engine.close()
-        return answers
+        return [answer.token_ids for e in engines for answer in generate_all(e, prompts(3))]
 
     first = run()
     assert first == run()
@@ -301,7 +295,7 @@ def test_a_request_may_have_its_own_stop_tokens(engine):
 @pytest.mark.parametrize("how", ["raises", "no numbers"])
 def test_a_row_that_cannot_be_drawn_for_fails_alone(model, tokenizer, monkeypatch, how):
     engine = TransformersEngine(model, tokenizer, max_new_tokens=8)
-    alone = [generate_all(engine, [p], seed=k)[0].token_ids for k, p in enumerate(prompts(3))]
+    alone = [ask(engine, p, seed=k).token_ids for k, p in enumerate(prompts(3))]
     plain = batch_scheduler.draw
 
     def draw(logits, params, words):
@@ -313,15 +307,8 @@ def test_a_row_that_cannot_be_drawn_for_fails_alone(model, tokenizer, monkeypatc
         return tokens, log_probs
 
     monkeypatch.setattr(batch_scheduler, "draw", draw)
-
-    async def run():
-        return await asyncio.gather(
-            *(engine.generate(p, seed=k) for k, p in enumerate(prompts(3))),
-            engine.generate(prompts(1)[0], temperature=0.5),
-            return_exceptions=True,
-        )
-
-    *answers, failed = asyncio.run(run())
+    own = [*({"seed": k} for k in range(3)), {"temperature": 0.5}]
+    *answers, failed = outcomes(engine, prompts(3) + prompts(1), own)
     assert [answer.token_ids for answer in answers] == alone
     message = "a bad row" if how == "raises" else "logits must be finite"
     assert isinstance(failed, RuntimeError)

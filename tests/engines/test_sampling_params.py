@@ -9,31 +9,13 @@ from torchrl_mt.engines.policy.sampler import generate_kwargs_of, require_own_di
 from torchrl_mt.engines.sampling_params import IDLE, NEUTRAL, altering_arguments, sampling_record
 
 VLLM_REQUEST = {
-    "model": "m",
-    "prompt": [1, 2],
-    "max_tokens": 16,
-    "n": 1,
-    "seed": 3,
-    "stop": ["."],
-    "stop_token_ids": [7],
-    "stream": False,
-    "logprobs": 1,
-    "prompt_logprobs": None,
-    "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
-    "skip_special_tokens": False,
-    "include_stop_str_in_output": True,
-    "user": "me",
-    "priority": 2,
-    "cache_salt": "x",
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "ignore_eos": False,
-    "logit_bias": {},
-    "response_format": {"type": "text"},
-}
+    "model": "m", "prompt": [1, 2], "max_tokens": 16, "n": 1, "seed": 3, "stop": ["."],
+    "stop_token_ids": [7], "stream": False, "logprobs": 1, "prompt_logprobs": None,
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "skip_special_tokens": False,
+    "include_stop_str_in_output": True, "user": "me", "priority": 2, "cache_salt": "x",
+    "min_p": 0.0, "min_tokens": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+    "ignore_eos": False, "logit_bias": {}, "response_format": {"type": "text"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,10 +32,8 @@ VLLM_REQUEST = {
     ],
 )
 def test_what_is_not_known_to_be_neutral_is_on_record(arguments):
-    assert sampling_record({**VLLM_REQUEST, "temperature": 0.7, **arguments}) == {
-        "temperature": 0.7,
-        **arguments,
-    }
+    altered = {"temperature": 0.7, **arguments}
+    assert sampling_record({**VLLM_REQUEST, **altered}) == altered
     with pytest.raises(ValueError, match=f"own distribution, got .*{next(iter(arguments))}"):
         require_own_distribution(arguments)
 

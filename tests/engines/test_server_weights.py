@@ -24,7 +24,7 @@ from tests.engines.sampling_servers import (
     version_of,
 )
 from tests.engines.test_servers import conversation
-from tests.waiting import PATIENCE, ctrl_c, wait_until
+from tests.waiting import PATIENCE, ctrl_c, in_thread, wait_until
 from torchrl_mt.engines import CompletionsEngine, SGLangWeights, VLLMWeights, WeightUpdateError
 from torchrl_mt.engines.completions.engine import CompletionsError
 from torchrl_mt.engines.server_weights import base
@@ -213,13 +213,11 @@ def test_an_interrupt_does_not_wait_for_a_server_that_hangs(make, servers, monke
         # The first may have the new weights, so it loads those of the version again.
         assert_answers_of(engine, 1, 8)
         assert not second.prompts
-        updating = threading.Thread(target=engine.update_weights, args=[weights(2)])
-        updating.start()
+        updated = in_thread(engine.update_weights, weights(2))
         second.load_fault = lambda: None
     finally:
         may_go_on.set()
-    updating.join()
-    assert engine.version == 2
+    assert updated() == engine.version == 2
     assert_answers_of(engine, 2, 8, first=7)
     assert second.prompts
     assert not any(server.is_paused for server in servers.servers)
@@ -297,13 +295,11 @@ def test_an_update_waits_for_a_server_that_starts_again(make, servers, monkeypat
     engine = make(max_retries=0, wait_ready=PATIENCE)
     engine.update_weights(weights(1))
     servers.kill(1)
-    pushed = threading.Thread(target=engine.update_weights, args=[weights(2)])
-    pushed.start()
+    updated = in_thread(engine.update_weights, weights(2))
     wait_until(lambda: servers.servers[0].version == 2)
     assert engine.version == 1
     servers.restart(1)
-    pushed.join(PATIENCE)
-    assert engine.version == 2
+    assert updated() == engine.version == 2
     assert [server.version for server in servers.servers] == [2, 2]
 
 
@@ -379,18 +375,20 @@ def test_no_token_is_stamped_newer_than_it_is(kind, servers, make):
 
 
 def _disturbed(engine, servers, rng, *, exact):
-    answers = []
-    plain = engine.generate
+    answers, plain = [], engine.generate
 
     async def generate(prompt):
-        answer = await plain(prompt)
-        answers.append(answer)
-        return answer
+        answers.append(await plain(prompt))
+        return answers[-1]
 
     engine.generate = generate
     for server in servers.servers:
         server.before_token = lambda k: threading.Event().wait(rng.random() * 0.004)
     over = threading.Event()
+
+    def noticed(place, away):
+        is_lost = place.weights != "current" and not place.restored
+        return not engine.version or (place.away_until != away and is_lost)
 
     def disturb():
         version = 0
@@ -403,19 +401,8 @@ def _disturbed(engine, servers, rng, *, exact):
                 servers.kill(k)
                 # It is away for so long that a request notices, and what it was loading has failed; its
                 # first weights are of version 0.
-                wait_until(
-                    lambda place=place, away=place.away_until: (
-                        over.is_set()
-                        or not engine.version
-                        or (
-                            place.away_until != away
-                            and place.weights != "current"
-                            and not place.restored
-                        )
-                    )
-                )
-                again = servers.restart(k)
-                again.before_token = server.before_token
+                wait_until(lambda p=place, away=place.away_until: over.is_set() or noticed(p, away))
+                servers.restart(k).before_token = server.before_token
                 continue
             server.load_fault = refuse if action == "refuse" else lambda: None
             with contextlib.suppress(WeightUpdateError):
@@ -427,21 +414,17 @@ def _disturbed(engine, servers, rng, *, exact):
         played = (conversation(engine, number, 4) for number in range(12))
         await asyncio.gather(*played)
 
-    thread = threading.Thread(target=disturb)
-    thread.start()
+    disturbed = in_thread(disturb)
     try:
         asyncio.run(run())
     finally:
         over.set()
-        thread.join(PATIENCE)
+    assert disturbed() is None
     assert answers
     for answer in answers:
         stamps, true = list(answer.versions), truth(answer)
         assert all(a <= b for a, b in zip(stamps, true, strict=True))
         assert not exact or stamps == true
-
-
-# Collectors
 
 
 # LoRA
@@ -523,9 +506,8 @@ async def test_requests_that_are_kept_go_on_with_their_adapter(tuned, servers, t
         most = max(most, len(list(tmp_path.iterdir())))
         pushed.release(2)
     pushed.release(1000)
-    most, answers = most, await asyncio.gather(*asked)
     assert most <= 9
-    for answer in answers:
+    for answer in await asyncio.gather(*asked):
         assert list(answer.versions) == truth(answer)
         assert len(set(answer.versions)) == 1
     assert not any(server.is_dead for server in servers.servers)

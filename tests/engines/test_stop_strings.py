@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.engines.helpers import prompts
+from tests.engines.helpers import outcomes, prompts
 from tests.tiers import few_or_many
 from torchrl_mt.chat.encoding import decode
 from torchrl_mt.engines import Completion, TransformersEngine
-from torchrl_mt.engines.stop_strings import StopStrings, checked_stop, find_stop
+from torchrl_mt.engines.stop_strings import StopStrings, find_stop
 from torchrl_mt.testing import tiny_chat_tokenizer
 
 PIECES = ["a", "b", "ab", " a", "\n", "\n\n", "é", "你", "好", "🙂", " 🙂b", "#"]
@@ -45,14 +45,8 @@ def byte_fallback():
     used = sorted({f"<0x{byte:02X}>" for byte in "你好é".encode()})
     vocabulary = {token: i for i, token in enumerate([*words, *used])}
     backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)])
     return backend, list(vocabulary.values())
 
 
@@ -176,29 +170,9 @@ def test_a_stop_string_cuts_an_answer_and_changes_nothing_before(model, tokenize
 
 
 def test_a_tokenizer_that_fails_ends_its_own_request_alone(engine, tokenizer, monkeypatch):
-    async def run():
-        plain = [engine.generate(prompt) for prompt in prompts(3)]
-        failing = [engine.generate(prompt, stop="higher") for prompt in prompts(3)]
-        return await asyncio.gather(*plain, *failing, return_exceptions=True)
-
     monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: 1 / 0)
-    answers = asyncio.run(run())
+    answers = outcomes(engine, prompts(6), [{}] * 3 + [{"stop": "higher"}] * 3)
     assert [type(answer) for answer in answers] == [Completion] * 3 + [RuntimeError] * 3
     assert all(isinstance(error.__cause__, ZeroDivisionError) for error in answers[3:])
     monkeypatch.undo()
     assert asyncio.run(engine.generate([5], stop="higher")).token_ids
-
-
-@pytest.mark.parametrize(
-    ("stop", "error", "message"),
-    [
-        (7, TypeError, "stop must be a string or a list of strings, got 7."),
-        (b"a", TypeError, "stop must be a string or a list of strings, got b'a'."),
-        (["a", 7], TypeError, "stop must be a string or a list of strings, got 7 in it."),
-        ("", ValueError, "stop must hold no empty string"),
-        (["a", ""], ValueError, "stop must hold no empty string"),
-    ],
-)
-def test_what_is_no_stop_string_is_refused(stop, error, message):
-    with pytest.raises(error, match=message):
-        checked_stop(stop)

@@ -16,16 +16,7 @@ from tensordict import TensorDict
 from torchrl_mt.engines import Completion, TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
 
-from .helpers import (
-    changed_copy,
-    endless,
-    generate_all,
-    idle,
-    prompts,
-    sampled,
-    started,
-    until,
-)
+from .helpers import changed_copy, endless, generate_all, idle, prompts, sampled, started, until
 
 
 def test_shared_weights_are_the_models_own(engine, model):

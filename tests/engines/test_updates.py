@@ -16,6 +16,7 @@ from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.testing import tiny_chat_model
 
 from .helpers import (
+    ask,
     assert_sampled_by,
     changed_copy,
     check,
@@ -114,12 +115,12 @@ def test_names_that_begin_otherwise_are_explained(engine, model):
 def test_an_update_that_fails_half_way_leaves_nothing_stale(model, tokenizer):
     engine = TransformersEngine(model, tokenizer, share_weights=False, max_new_tokens=4)
     (prompt,) = prompts(1, length=30)
-    asyncio.run(engine.generate(prompt))
+    ask(engine, prompt)
     weights = dict(changed_copy(model).state_dict())
     weights["model.norm.weight"] = weights["model.norm.weight"].to("meta")
     with pytest.raises(NotImplementedError):
         engine.update_weights(weights)
-    answer = asyncio.run(engine.generate(prompt))
+    answer = ask(engine, prompt)
     assert set(answer.versions) == {1}
     assert_sampled_by(engine._model, prompt, answer)
 
@@ -130,6 +131,6 @@ def test_a_model_that_gives_no_numbers_fails_the_request(model, tokenizer):
         model.lm_head.weight[3] = torch.nan
     engine.update_weights()
     with pytest.raises(RuntimeError, match="the model's logits must be finite"):
-        asyncio.run(engine.generate([5]))
+        ask(engine)
     with pytest.raises(ValueError, match="its logits are not numbers"):
         TransformersEngine(model, tokenizer)

@@ -37,6 +37,21 @@ def close(got, expected, atol=1e-5, rtol=1e-5):
         torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
 
 
+def assert_within_limits(model, attended, score, *, tokens=None, size=None):
+    """Check that no pass of ``score()`` is larger than it may be; a longer row is one of its own."""
+    shapes = []
+
+    def note(_, args, kwargs):
+        shapes.append(kwargs["input_ids"].shape)
+
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        score()
+    assert shapes
+    assert size is None or all(count <= size for count, _ in shapes)
+    most = None if tokens is None else max(tokens, int(attended.sum(-1).max()))
+    assert most is None or all(shape.numel() <= most for shape in shapes)
+
+
 def assert_same_gradients(got, expected):
     """The same gradients by name, each up to a share of its largest number."""
     assert got.keys() == expected.keys()

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.scoring.helpers import INPUTS, entries
 from tests.settings import grouped
-from torchrl_mt.objectives import MultiTurnLoss, Passes, row_values
+from torchrl_mt.objectives import Passes, row_values
 from torchrl_mt.scoring.log_probs import row_log_probs
 from torchrl_mt.scoring.output_head import WHOLE_ONLY, OutputStates, output_states
 
@@ -25,10 +25,8 @@ class Around(nn.Module):
         return self.model.get_output_embeddings() if self.layer else None
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
-        out = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids
-        )
-        return self.change(out.logits)
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.change(self.model(input_ids=input_ids, **given).logits)
 
 
 class SoftPrompt(nn.Module):
@@ -106,10 +104,9 @@ def test_an_output_without_logits_is_refused_by_its_type(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_critic_without_values_is_refused(model, rows, packed):
+    critic = Around(model, lambda logits: (logits,))
     with pytest.raises((TypeError, ValueError), match="got tuple"):
-        row_values(
-            Around(model, lambda logits: (logits,)), *entries(rows()), passes=Passes(packed=packed)
-        )
+        row_values(critic, *entries(rows()), passes=Passes(packed=packed))
 
 
 class Checkpointed(nn.Module):
@@ -230,12 +227,3 @@ def test_a_failure_of_the_models_own_is_raised_and_not_remembered(calls):
         output_states(model, INPUTS)
     assert model.calls == calls
     assert model not in WHOLE_ONLY
-
-
-def test_the_loss_refuses_them_too(model, rows):
-    batch = rows()
-    mask = batch["masks", "all_assistant_mask"]
-    batch["log_probs", "old"] = batch["log_probs", "full"]
-    batch["advantage"] = torch.where(mask, 1.0, 0.0)[..., None]
-    with pytest.raises(ValueError, match="soft prompt"):
-        MultiTurnLoss(SoftPrompt(model))(batch)

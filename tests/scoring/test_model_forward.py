@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.scoring.helpers import close, tiny
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, in_thread
 from torchrl_mt.objectives import ExperienceMaker, Passes, ValueModel
 from torchrl_mt.scoring.forward import _lock, run_model, scoring_mode
 from torchrl_mt.testing import tiny_vl_model
@@ -158,11 +158,10 @@ def test_no_other_thread_draws_the_same_numbers_twice(watched, rows):
     watched.pause = 0.2
     maker = ExperienceMaker(watched, old_log_probs="actor")
     torch.manual_seed(0)
-    thread = threading.Thread(target=lambda: maker(rows()))
-    thread.start()
+    scored = in_thread(lambda: maker(rows()))
     assert watched.entered.wait(PATIENCE)
     during = torch.rand(3)
-    thread.join(PATIENCE)
+    scored()
     after = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(torch.cat([during, after]), torch.rand(6))

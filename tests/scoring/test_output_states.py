@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.scoring.helpers import INPUTS, close, entries, tiny
 from tests.settings import grouped
 from tests.tiers import pairs, slow
+from tests.waiting import in_thread
 from torchrl_mt.objectives import Passes
 from torchrl_mt.scoring import output_head as module
 from torchrl_mt.scoring.linear_log_probs import linear_log_probs
@@ -60,12 +61,8 @@ def test_gradients_are_those_of_whole_logits(rows, family, options, temperature)
     model, batch = build(family, **options).double(), rows(suffix_padding=False)
     out = []
     for full in (True, False):
-        log_prob, entropy = row_log_probs(
-            model,
-            *entries(batch),
-            passes=Passes(temperature=temperature, with_entropy=True),
-            full_logits=full,
-        )
+        passes = Passes(temperature=temperature, with_entropy=True)
+        log_prob, entropy = row_log_probs(model, *entries(batch), passes=passes, full_logits=full)
         (log_prob.square().sum() + entropy.sum()).backward()
         out.append((log_prob, entropy, *(p.grad.clone() for p in model.parameters())))
         model.zero_grad()
@@ -129,18 +126,11 @@ def test_nothing_stays_on_the_model_even_after_a_failure():
 def test_other_threads_get_whole_logits_meanwhile():
     model, seen = build(), []
 
-    def elsewhere():
-        seen.append(model(**INPUTS).logits.shape)
+    def elsewhere(*_):
+        if not seen and threading.current_thread() is threading.main_thread():
+            seen.append(in_thread(lambda: model(**INPUTS).logits.shape)())
 
-    def run_one(*_):
-        if not seen:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-
-    model.model.norm.register_forward_hook(
-        lambda *_: run_one() if threading.current_thread() is threading.main_thread() else None
-    )
+    model.model.norm.register_forward_hook(elsewhere)
     assert isinstance(output_states(model, INPUTS), OutputStates)
     assert seen == [(3, 6, 24)]
 
@@ -167,10 +157,8 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch, packed):
     sizes = []
     for full in (True, False):
         with Largest() as largest:
-            options = {"with_entropy": True, "packed": packed, "full_logits": full}
-            log_prob, entropy = row_log_probs(
-                model, tokens, attended, attended, **grouped(**options)
-            )
+            options = grouped(with_entropy=True, packed=packed, full_logits=full)
+            log_prob, entropy = row_log_probs(model, tokens, attended, attended, **options)
             (log_prob + entropy).sum().backward()
         sizes.append(largest.size)
     states = 8 * 40 if not packed else 5 * 40
@@ -194,10 +182,8 @@ def test_a_wrapper_is_looked_through_and_called(rows, family):
     assert calls == [False]
     args = entries(rows())
     for packed in (False, True):
-        got = row_log_probs(wrapper, *args, passes=Passes(packed=packed))[0]
-        torch.testing.assert_close(
-            got, row_log_probs(model, *args, passes=Passes(packed=packed))[0]
-        )
+        both = [row_log_probs(m, *args, passes=Passes(packed=packed))[0] for m in (wrapper, model)]
+        torch.testing.assert_close(*both)
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])

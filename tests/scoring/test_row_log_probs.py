@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 
-from tests.scoring.helpers import DEVICES, close, entries
+from tests.scoring.helpers import DEVICES, assert_within_limits, close, entries
 from tests.settings import grouped
 from tests.tiers import pairs, some_fast
 from torchrl_mt.objectives import Passes
@@ -60,24 +60,30 @@ def test_scores_are_those_of_the_attended_tokens_alone(
     model, rows, seed, suffix_padding, temperature
 ):
     batch = rows(seed, suffix_padding=suffix_padding)
-    got = row_log_probs(
-        model, *entries(batch), passes=Passes(temperature=temperature, with_entropy=True)
-    )
-    close(got, by_hand(model, batch, temperature))
+    passes = Passes(temperature=temperature, with_entropy=True)
+    close(row_log_probs(model, *entries(batch), passes=passes), by_hand(model, batch, temperature))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 15, 30], [False, True]))
+@pytest.mark.parametrize(
+    ("limits", "packed"),
+    pairs([{}, {"tokens": 1}, {"tokens": 15}, {"tokens": 30}, {"size": 2}], [False, True]),
+)
 @pytest.mark.parametrize("full_logits", some_fast([False], [False, True]))
 def test_packing_and_cutting_change_nothing(
-    model, rows, spread, device, packed, budget, full_logits
+    model, rows, spread, device, packed, limits, full_logits
 ):
     batch = spread(rows(n=9, suffix_padding=False))
     expected = by_hand(model, batch)
-    options = {"packed": packed, "micro_batch_tokens": budget, "full_logits": full_logits}
+    options = {f"micro_batch_{name}": value for name, value in limits.items()}
+    options |= {"packed": packed, "full_logits": full_logits}
     got = row_log_probs(model.to(device), *entries(batch), **grouped(with_entropy=True, **options))
     close(got, expected, 1e-4, 1e-4)
-    assert row_log_probs(model, *entries(batch), **grouped(**options))[1] is None
+
+    def score():
+        assert row_log_probs(model, *entries(batch), **grouped(**options))[1] is None
+
+    assert_within_limits(model, entries(batch)[1], score, **limits)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,10 +126,8 @@ def test_mixed_precision_gives_float32_scores_nearby(make_model, rows, device, p
 def test_nothing_to_score_still_has_a_gradient(model, rows, packed):
     tokens, attention, mask = entries(rows())
     for attended in (attention, torch.zeros_like(attention)):
-        none = torch.zeros_like(mask)
-        log_prob, entropy = row_log_probs(
-            model, tokens, attended, none, passes=Passes(packed=packed, with_entropy=True)
-        )
+        none, passes = torch.zeros_like(mask), Passes(packed=packed, with_entropy=True)
+        log_prob, entropy = row_log_probs(model, tokens, attended, none, passes=passes)
         assert not log_prob.any()
         assert not entropy.any()
         (log_prob.sum() + entropy.sum()).backward()
@@ -153,9 +157,8 @@ def test_half_precision_logits_are_divided_in_float32(rows, with_entropy):
     model = Bigram(dtype=torch.bfloat16)
     nn.init.normal_(model.table.weight, std=5.0)
     tokens, attention, mask = entries(rows())
-    got = row_log_probs(
-        model, tokens, attention, mask, passes=Passes(temperature=0.7, with_entropy=with_entropy)
-    )[0]
+    passes = Passes(temperature=0.7, with_entropy=with_entropy)
+    got = row_log_probs(model, tokens, attention, mask, passes=passes)[0]
     log_p = (model.table.weight.detach().double() / 0.7).log_softmax(-1)
     expected = torch.where(mask[:, 1:], log_p[tokens[:, :-1], tokens[:, 1:]], 0.0)
     torch.testing.assert_close(got[:, 1:].double(), expected, atol=1e-5, rtol=1e-5)
@@ -182,10 +185,8 @@ def test_scored_are_the_sampled_tokens_but_a_rows_first(model, rows, spread, see
 
 
 def test_a_wrapper_is_its_model(model, rows, tokenizer):
-    wrapper = TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
-    )
-    batch = rows()
+    options = {"input_mode": "tokens", "generate": False, "pad_output": True}
+    wrapper, batch = TransformersWrapper(model, tokenizer=tokenizer, **options), rows()
     expected = row_log_probs(model, *entries(batch))[0]
     got = row_log_probs(wrapper, *entries(batch))[0]
     torch.testing.assert_close(got, expected, atol=0, rtol=0)
@@ -208,11 +209,7 @@ def test_any_module_with_logits_will_do(rows):
     ("wrong", "error", "message"),
     [
         ({"attention_mask": torch.zeros(6, 12).bool()}, ValueError, "false on padding"),
-        (
-            {"attention_mask": torch.ones(1, 12).bool()},
-            ValueError,
-            "attention_mask must have shape",
-        ),
+        ({"attention_mask": torch.ones(1, 12) > 0}, ValueError, "attention_mask must have shape"),
         ({"actor": print}, TypeError, "actor must be a causal language model"),
         ({"tokens": torch.zeros(12).long()}, ValueError, "tokens must have shape"),
         ({"actor": nn.Linear(2, 2), "packed": True}, ValueError, "pass packed=False"),

@@ -36,9 +36,8 @@ def values(critic, tokens):
 @pytest.mark.parametrize(("budget", "packed"), pairs([None, 1, 20], [False, True]))
 def test_values_are_predicted_from_the_past_alone(critic, rows, seed, packed, budget):
     tokens, attention, mask = entries(rows(seed, suffix_padding=False))
-    got = row_values(
-        critic, tokens, attention, mask, passes=Passes(packed=packed, micro_batch_tokens=budget)
-    )
+    passes = Passes(packed=packed, micro_batch_tokens=budget)
+    got = row_values(critic, tokens, attention, mask, passes=passes)
     expected = torch.zeros(tokens.shape)
     for n in range(len(tokens)):
         where = attention[n].nonzero().flatten().tolist()

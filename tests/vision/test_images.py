@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.waiting import in_thread
 from torchrl_mt.vision import StoredImage, images
 
 SIDE = st.integers(5, 12)
@@ -38,16 +39,11 @@ def file_of(image, form="PNG", **options):
 def test_pixels_are_kept_as_rgb(height, width, channels, seed):
     pixels = noise(height, width, channels, seed)
     rgb = np.repeat(pixels, 3, -1) if channels == 1 else pixels[..., :3]
+    plain = pixels[..., 0] if channels == 1 else pixels
     forms = [pixels, pixels.transpose(2, 0, 1), torch.tensor(pixels), np.asfortranarray(pixels)]
-    forms += [pixels[::-1][::-1], torch.tensor(pixels).permute(2, 0, 1)]
-    if channels == 1:
-        forms.append(pixels[..., 0])
-        forms.append(Image.fromarray(pixels[..., 0]))
-    else:
-        forms.append(Image.fromarray(pixels))
-    images = [StoredImage.of(form) for form in forms]
-    assert all(image is images[0] for image in images)
-    image = images[0]
+    forms += [pixels[::-1][::-1], torch.tensor(pixels).permute(2, 0, 1), plain]
+    image, *others = map(StoredImage.of, [*forms, Image.fromarray(plain)])
+    assert all(other is image for other in others)
     assert (image.height, image.width, image.format) == (height, width, "raw")
     assert image.nbytes == height * width * 3
     assert np.array_equal(image.array(), rgb)
@@ -66,9 +62,8 @@ def test_files_are_kept_as_they_are(form, tmp_path):
     path.write_bytes(data)
     uri = f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}"
     given = [data, bytearray(data), memoryview(data), path, str(path), uri]
-    images = [StoredImage.of(each) for each in given]
-    assert all(image is images[0] for image in images)
-    image = images[0]
+    image, *others = map(StoredImage.of, given)
+    assert all(other is image for other in others)
     assert (image.data, image.format) == (data, form.lower())
     assert (image.height, image.width) == (9, 7)
     with Image.open(io.BytesIO(data)) as opened:
@@ -116,18 +111,14 @@ def test_an_image_is_in_memory_once():
 
 def test_threads_share_an_image():
     data = [file_of(noise(8, 8, seed=k)) for k in range(4)]
-    barrier, found = threading.Barrier(8), [[] for _ in range(8)]
+    barrier = threading.Barrier(8)
 
-    def read(out):
+    def read():
         barrier.wait()
-        out += [StoredImage.of(each) for each in data * 3]
+        return [StoredImage.of(each) for each in data * 3]
 
-    threads = [threading.Thread(target=read, args=(out,)) for out in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({id(image) for out in found for image in out}) == 4
+    found = [wait() for wait in [in_thread(read) for _ in range(8)]]
+    assert len({id(image) for images in found for image in images}) == 4
 
 
 def test_a_known_file_is_not_decoded_again(monkeypatch):
@@ -181,10 +172,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
     assert StoredImage.of(file_of(noise(10, 10))).height == 10
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
-    for side, error in (
-        (11, r"at most 100 pixels .*got 10 x 11: make"),
-        (40, "fewer .*400 pixels"),
-    ):
+    for side, error in ((11, "at most 100 pixels .*got 10 x 11: make"), (40, "fewer .*400 pixels")):
         with pytest.raises(ValueError, match=f"image must have {error}") as caught:
             StoredImage.of(file_of(noise(10, side)))
         assert caught.type is ValueError

@@ -77,11 +77,7 @@ def test_messages_without_images_are_left_alone():
         ({"type": "image", "image": 3}, TypeError, "got int"),
         ({"type": "image_url", "image_url": "https://a.b"}, ValueError, "download it first"),
         ({"type": "image", "image": "nowhere"}, ValueError, "nowhere"),
-        (
-            {"type": "image", "image": PICTURE, "max_pixels": 64},
-            ValueError,
-            "max_pixels.*processor",
-        ),
+        ({**FORMS[0], "max_pixels": 64}, ValueError, "max_pixels.*processor"),
     ],
 )
 def test_errors_name_the_message_and_the_part(part, kind, error):
