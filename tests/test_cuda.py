@@ -81,8 +81,7 @@ def test_masked_functions_agree_with_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [ClipSampler(slice_len=4), PrioritizedClipSampler(slice_len=4), EpisodeSampler()],
+    "sampler", [ClipSampler(slice_len=4), PrioritizedClipSampler(slice_len=4), EpisodeSampler()]
 )
 def test_a_storage_on_the_gpu_gives_what_was_written(sampler):
     torch.manual_seed(0)

@@ -23,12 +23,7 @@ from tests.objectives.helpers import value_model
 from tests.rank_processes import needs_gloo
 from tests.scoring.vision_rows import vl_model
 from torchrl_mt.datasets import RunCheckpoint
-from torchrl_mt.engines import (
-    TransformersEngine,
-    adapter_weights,
-    merged_weights,
-    save_adapter,
-)
+from torchrl_mt.engines import TransformersEngine, adapter_weights, merged_weights, save_adapter
 from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.engines.weights import check_whole, fitting_weights
 from torchrl_mt.objectives import Advantage, ExperienceMaker, ExperiencePipeline, MultiTurnLoss

@@ -17,12 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers import examples
-from torchrl_mt.seeds import (
-    EpisodeGenerators,
-    drawing_from,
-    redirect_draws,
-    seed_of,
-)
+from torchrl_mt.seeds import EpisodeGenerators, drawing_from, redirect_draws, seed_of
 
 SOURCE = """
 import random, numpy, numpy as np

@@ -14,12 +14,7 @@ from tests.collectors.scripted import ScriptedEngine
 from tests.tiers import few_or_many
 from torchrl_mt.agents import export_interactions
 from torchrl_mt.bridges.areal import read_result
-from torchrl_mt.collectors import (
-    Episode,
-    StopReason,
-    Turn,
-    episodes_to_tensordict,
-)
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns

@@ -14,12 +14,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.pages import DOCS, code_of  # noqa: E402
 from tests.tiers import slow  # noqa: E402
-from torchrl_mt.agents import (  # noqa: E402
-    AgentProgram,
-    AgentServer,
-    export_interactions,
-    requests,
-)
+from torchrl_mt.agents import AgentProgram, AgentServer, export_interactions, requests  # noqa: E402
 from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
 
 from .helpers import counting_engine, user  # noqa: E402

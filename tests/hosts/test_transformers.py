@@ -4,10 +4,7 @@ import pytest
 import torch
 import transformers
 
-from torchrl_mt._hosts.transformers import (
-    attention_implementation,
-    cache_argument,
-)
+from torchrl_mt._hosts.transformers import attention_implementation, cache_argument
 
 SIZES = {
     "vocab_size": 8,

@@ -95,12 +95,7 @@ def test_the_folder_has_the_files_of_the_table(tmp_path, monkeypatch):
     monkeypatch.undo()
     items = [{"messages": [{"role": "user", "content": "guess 1"}]}]
     made = trainer(
-        tmp_path / "run",
-        task=is_low,
-        data=items,
-        eval_data=items,
-        loggers=("csv",),
-        updates=4,
+        tmp_path / "run", task=is_low, data=items, eval_data=items, loggers=("csv",), updates=4
     )
     made.train()
     found = {path.name for path in made.folder.iterdir()}

@@ -104,8 +104,7 @@ def without(change, step: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rule", "level", "change"),
-    [(rule, *case) for rule, cases in FAULTS.items() for case in cases],
+    ("rule", "level", "change"), [(rule, *case) for rule, cases in FAULTS.items() for case in cases]
 )
 def test_a_rule_finds_its_fault_alone(tmp_path, rule, level, change):
     found = check(tmp_path, lambda step: without(change, step), {"collector": {"max_staleness": 4}})

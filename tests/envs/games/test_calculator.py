@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_mt.envs.games.calculator import (
-    MAX_LENGTH,
-    CalculatorError,
-    calculate,
-)
+from torchrl_mt.envs.games.calculator import MAX_LENGTH, CalculatorError, calculate
 
 
 def numbers():
