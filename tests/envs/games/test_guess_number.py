@@ -35,17 +35,18 @@ def hint(step):
     return message["content"]
 
 
-@given(st.integers(1, 30), st.data())
-def test_hints_point_at_the_number(numbers, data):
+@given(st.integers(1, 30), st.integers(1, 2), st.data())
+def test_hints_point_at_the_number_whatever_the_seed(numbers, turns, data):
     number = data.draw(st.integers(1, numbers))
     guess = data.draw(st.integers(1, numbers))
-    env = GuessNumber(numbers, turns=2)
-    env.reset({"number": number})
+    env = GuessNumber(numbers, turns)
+    env.reset({"number": number, "seed": 5})
     step = env.step(f" {guess}\n")
     expected = "correct" if guess == number else "higher" if number > guess else "lower"
     assert hint(step) == expected
     assert step.reward == float(guess == number)
-    assert step.terminated == (guess == number)
+    assert step.terminated == (guess == number or turns == 1)
+    assert step.info == ({"found": guess == number, "guesses": 1} if step.done else None)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,6 @@ def test_the_episode_terminates_when_guesses_are_spent(turns, number):
         env.step("1")
 
 
-def test_the_last_guess_counts():
-    env = GuessNumber(4, turns=1)
-    env.reset({"number": 2})
-    step = env.step("2")
-    assert (step.reward, step.terminated, step.info) == (1.0, True, {"found": True, "guesses": 1})
-
-
 @pytest.mark.parametrize("number", [0, 17, -1])
 def test_a_number_out_of_range_is_refused(number):
     with pytest.raises(ValueError, match=rf"1\.\.16, got {number}"):
@@ -95,30 +89,16 @@ def test_an_empty_game_is_refused(arguments):
         GuessNumber(**arguments)
 
 
-def test_a_number_goes_before_a_seed():
-    env = GuessNumber(16)
-    for number in range(1, 17):
-        env.reset({"number": number, "seed": 5})
-        assert hint(env.step(str(number))) == "correct"
-
-
 def test_the_game_may_begin_with_a_dialogue():
-    opening = [
-        {"role": "system", "content": "numbers are 1 to {numbers}"},
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "{numbers}"},
-        {"role": "user", "content": "correct. Again, {{1}} to {numbers}"},
-    ]
+    contents = ["numbers are 1 to {numbers}", "go", "{numbers}", "again, {{1}} to {numbers}"]
+    roles = ["system", "user", "assistant", "user"]
+    opening = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     env = GuessNumber(9, prompt=opening)
     for message in env.reset():
         message["content"] += "!"  # A collector may do so.
-    assert [m["content"] for m in env.reset()] == [
-        "numbers are 1 to 9",
-        "go",
-        "9",
-        "correct. Again, {1} to 9",
-    ]
-    assert [m["role"] for m in env.reset()] == [m["role"] for m in opening]
+    expected = ["numbers are 1 to 9", "go", "9", "again, {1} to 9"]
+    assert [m["content"] for m in env.reset()] == expected
+    assert [m["role"] for m in env.reset()] == roles
     assert opening[2]["content"] == "{numbers}"
 
 
