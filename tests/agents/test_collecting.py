@@ -67,8 +67,7 @@ def rewards(batch):
 
 
 @pytest.mark.parametrize("agent", [Talks(), TalksInAThread(), Talks, f"{__name__}.TalksInAThread"])
-def test_an_episode_is_one_row_of_what_was_sampled(agent):
-    engine = counting_engine()
+def test_an_episode_is_one_row_of_what_was_sampled(engine, agent):
     batch, stats = batch_of(agent, engine=engine)
     assert len(batch) == 6
     assert stats["forks"] == 0
@@ -130,8 +129,7 @@ def test_a_limit_that_is_let_through_truncates_the_episode(agent):
     assert stats["stop/max_turns"] == 1
 
 
-def test_an_error_of_the_engine_is_the_cause():
-    engine = counting_engine()
+def test_an_error_of_the_engine_is_the_cause(engine):
     engine.generate = failing(OSError("the cable is out"))
     with pytest.raises(RuntimeError, match="OSError: the cable is out"):
         batch_of(Talks(), engine=engine)

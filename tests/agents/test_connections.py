@@ -76,8 +76,7 @@ async def until(condition):
 # ---- the wire -----------------------------------------------------------------------------------
 
 
-async def test_requests_in_a_row_and_in_pieces():
-    engine = counting_engine()
+async def test_requests_in_a_row_and_in_pieces(engine):
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
 
     async with session_of(engine) as session, connection_to(session) as (reader, writer):
@@ -254,9 +253,8 @@ async def test_a_retry_while_its_call_is_being_cancelled_is_a_new_call():
         assert len(session.turns()) == len(engine.calls) == 1
 
 
-async def test_a_retry_repeats_its_own_question_and_not_another_like_it():
+async def test_a_retry_repeats_its_own_question_and_not_another_like_it(engine):
     """Two samples of one question, the second of which failed at first."""
-    engine = counting_engine()
     generate = engine.generate
     async with session_of(engine) as session:
         first = await ask(session)
@@ -271,8 +269,7 @@ async def test_a_retry_repeats_its_own_question_and_not_another_like_it():
         assert len(session.turns()) == len(engine.calls) == 2
 
 
-async def test_an_engine_that_cancels_its_call_has_failed():
-    engine = counting_engine()
+async def test_an_engine_that_cancels_its_call_has_failed(engine):
     engine.generate = failing(asyncio.CancelledError())
 
     async with session_of(engine) as session:
@@ -282,9 +279,8 @@ async def test_an_engine_that_cancels_its_call_has_failed():
         assert session.error is not None
 
 
-async def test_calls_that_are_given_one_object_as_answer_are_turns_of_their_own():
+async def test_calls_that_are_given_one_object_as_answer_are_turns_of_their_own(engine):
     """The calls end in the opposite order of their beginnings."""
-    engine = counting_engine()
     answer = Completion([engine.tokenizer.eos_token_id], [-1.0], [0], "stop")
 
     asked, gates = [], [asyncio.Event() for _ in WORDS]
@@ -310,9 +306,7 @@ async def test_calls_that_are_given_one_object_as_answer_are_turns_of_their_own(
         assert session.completion_ids == [(await reply).json()["id"] for reply in asking]
 
 
-async def test_a_lost_reply_like_one_that_was_gone_on_from_is_no_turn():
-    engine = counting_engine()
-
+async def test_a_lost_reply_like_one_that_was_gone_on_from_is_no_turn(engine):
     async with AgentServer(engine) as server:
         session = server.open()
         first = (await ask(session)).json()

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
+from tests.refusals import check_refused, refused
 from tests.tiers import few_or_many
 from torchrl_mt.agents import export_interactions
 from torchrl_mt.bridges.areal import read_result
@@ -78,6 +79,8 @@ def test_every_call_has_its_return_along_its_branches(examples):
         assert list(found) == [f"chatcmpl-{k}" for k in range(len(turns))]
         for k, (turn, call) in enumerate(zip(turns, found.values(), strict=True)):
             assert call.reward == reference_return(turns, k, discount)
+            assert call.messages == [{"role": "user", "content": f"question {k}"}]
+            assert call.answer == {"role": "assistant", "content": f"answer {k}"}
             assert call.id == f"chatcmpl-{k}"
             assert call.parent_id == (None if turn.parent < 0 else f"chatcmpl-{turn.parent}")
             row = {key: value[0].tolist() for key, value in call.to_tensor_dict().items()}
@@ -166,13 +169,6 @@ def test_tensors_have_the_types_of_areal():
     }
 
 
-def test_messages_of_a_session_are_those_of_requests_and_responses():
-    turns = random_turns(random.Random(3))
-    for k, call in enumerate(export_interactions(session(turns)).values()):
-        assert call.messages == [{"role": "user", "content": f"question {k}"}]
-        assert call.answer == {"role": "assistant", "content": f"answer {k}"}
-
-
 def test_several_choices_of_one_request_and_completions_of_text_are_told_apart():
     turns = [Turn([1], Completion([k], [-1.0], [0], "stop")) for k in (2, 3, 4, 5)]
     answers = [{"role": "assistant", "content": text} for text in "ab"]
@@ -239,20 +235,18 @@ def test_nothing_was_called():
     assert export_interactions(session([]), style="concat") == {}
 
 
+def bad(text, source, **kwargs):
+    return refused(text, export_interactions, source, **kwargs)
+
+
 @pytest.mark.parametrize(
-    ("source", "keywords", "kind", "message"),
+    ("call", "error", "text"),
     [
-        (
-            Episode(None),
-            {"style": "tree"},
-            ValueError,
-            "style must be one of 'individual', 'concat'",
-        ),
-        (Episode(None), {"discount": 1.5}, ValueError, r"discount must lie in \[0, 1\], got 1.5"),
-        ([], {}, TypeError, "must be a Session, an Episode or the TensorDict .*, got list"),
-        (TensorDict({}, [2, 2]), {}, ValueError, r"batch size \[T\], got \[2, 2\]"),
+        bad("style must be one of 'individual', 'concat'", Episode(None), style="tree"),
+        bad("discount must lie in [0, 1], got 1.5", Episode(None), discount=1.5),
+        bad("a Session, an Episode or the TensorDict …, got list", [], error=TypeError),
+        bad("batch size [T], got [2, 2]", TensorDict({}, [2, 2])),
     ],
 )
-def test_wrong_arguments_are_refused(source, keywords, kind, message):
-    with pytest.raises(kind, match=message):
-        export_interactions(source, **keywords)
+def test_wrong_arguments_are_refused(call, error, text):
+    check_refused(call, error, text)

@@ -139,41 +139,31 @@ async def test_interactions_have_their_images():
 # Refusals
 
 
-NO_URI = "messages[0].content[0]: image must be a base64 data: URI"
+def at(url):
+    return {"type": "image_url", "image_url": url}
+
+
+PLACE = "messages[0].content[0]"
+REFUSED = {
+    f"{PLACE}: image_url must be a base64 data: URI": [at({"url": "https://a.b/c"})],
+    "got '/etc/hostname': nothing is downloaded and no file is opened": [at("/etc/hostname")],
+    f"{PLACE}: image must be a base64 data: URI": [
+        {"type": "image", "path": "/etc/hostname"},
+        {"type": "image", "image": [[0]]},
+    ],
+    "must have its image under one of": [{"type": "image_url"}],
+    "messages[0]['content'][0]: image must be a base64 data: URI": [at("data:image/png,xx")],
+    "a file that Pillow can read, got 3 bytes": [at("data:image/png;base64,AAAA")],
+    "content must be text and images": [{"type": "input_audio"}],
+    "messages[0].content must be text": [part(picture(1))],
+}
 
 
 @pytest.mark.parametrize(
-    ("role", "content", "error"),
-    [
-        (
-            "user",
-            {"type": "image_url", "image_url": {"url": "https://a.b/c"}},
-            "messages[0].content[0]: image_url must be a base64 data: URI",
-        ),
-        (
-            "user",
-            {"type": "image_url", "image_url": "/etc/hostname"},
-            "got '/etc/hostname': nothing is downloaded and no file is opened for it",
-        ),
-        ("user", {"type": "image", "path": "/etc/hostname"}, NO_URI),
-        ("user", {"type": "image", "image": [[0]]}, NO_URI),
-        ("user", {"type": "image_url"}, "must have its image under one of"),
-        (
-            "user",
-            {"type": "image_url", "image_url": "data:image/png,xx"},
-            "messages[0]['content'][0]: image must be a base64 data: URI",
-        ),
-        (
-            "user",
-            {"type": "image_url", "image_url": "data:image/png;base64,AAAA"},
-            "image must be a file that Pillow can read, got 3 bytes",
-        ),
-        ("user", {"type": "input_audio"}, "content must be text and images"),
-        ("assistant", part(picture(1)), "messages[0].content must be text"),
-    ],
+    ("error", "content"), [(error, each) for error, parts in REFUSED.items() for each in parts]
 )
-async def test_other_images_are_refused(role, content, error):
-    engine = engine_of()
+async def test_other_images_are_refused(error, content):
+    engine, role = engine_of(), "assistant" if error.endswith("must be text") else "user"
     messages = [{"role": role, "content": [content]}, user("go")]
     async with session_of(engine, processor=family(NAME)[1]) as session:
         reply = await session.http_client.post("/chat/completions", json={"messages": messages})

@@ -44,14 +44,8 @@ def saying(word):
 
 def names(engine, item):
     """What the page's code takes for granted."""
-    return {
-        "AgentOptions": AgentOptions,
-        "CollectorOptions": CollectorOptions,
-        "MultiTurnCollector": few,
-        "openai": openai,
-        "engine": engine,
-        "data": [item],
-    }
+    known = {"AgentOptions": AgentOptions, "CollectorOptions": CollectorOptions, "openai": openai}
+    return {**known, "MultiTurnCollector": few, "engine": engine, "data": [item]}
 
 
 def played(run):
@@ -127,20 +121,12 @@ def test_a_command_of_the_shell(tmp_path, monkeypatch):
     assert [run["reward"]("one", transcript, code, "") for code in (0, 1)] == [1.0, None]
 
 
-def test_the_server_without_a_collector(capsys):
-    engine = counting_engine()
-
+def test_the_server_without_a_collector(engine, capsys):
     def program(base_url, api_key):
         TalksInAThread().run({"turns": 2}, base_url=base_url, api_key=api_key, http_client=None)
 
-    run = {
-        "asyncio": asyncio,
-        "AgentServer": AgentServer,
-        "Limits": Limits,
-        "engine": engine,
-        "program": program,
-        "export_interactions": export_interactions,
-    }
+    run = {"asyncio": asyncio, "AgentServer": AgentServer, "Limits": Limits, "engine": engine}
+    run |= {"program": program, "export_interactions": export_interactions}
     section = "The server without a collector"
     exec(code(section), run)
     said = capsys.readouterr().out.splitlines()

@@ -315,15 +315,10 @@ sys.exit(0)
 
 @pytest.mark.slow
 def test_a_program_ends_with_the_interpreter(tmp_path):
-    file = tmp_path / "pid"
-    code = ENDS.format(
-        file=str(file), ignore=IGNORE, path=f"__import__('pathlib').Path({str(file)!r})"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    pid = int(done.stdout)
+    file, root = tmp_path / "pid", Path(__file__).parents[2]
+    path = f"__import__('pathlib').Path({str(file)!r})"
+    command = [sys.executable, "-c", ENDS.format(file=str(file), ignore=IGNORE, path=path)]
+    pid = int(subprocess.run(command, cwd=root, capture_output=True, check=True).stdout)
     wait_until(lambda: not lives(pid))
 
 
