@@ -157,10 +157,9 @@ def test_a_group_of_one_changes_nothing(alone):
     rows, model = make_rows, make_model()
     loss = MultiTurnLoss(model, objective="sft", aggregation="prompt_mean")
     assert torch.equal(loss.total(rows(), process_group=alone), loss.total(rows()))
-    one = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True))(rows())
-    other = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True), process_group=alone)(
-        rows()
-    )
+    advantage = Advantage("grpo", whiten=True)
+    one = ExperienceMaker(model, advantage=advantage)(rows())
+    other = ExperienceMaker(model, advantage=advantage, process_group=alone)(rows())
     assert torch.equal(one["advantage"], other["advantage"])
 
 

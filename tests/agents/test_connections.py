@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
+from tests.waiting import until
 from torchrl_mt.agents import AgentServer
 from torchrl_mt.collectors import Limits
 from torchrl_mt.engines import Completion
@@ -66,11 +67,6 @@ async def status_of(session, connection):
     reader, writer = connection
     writer.write(request_of(session))
     return (await response_of(reader))[0]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 # ---- the wire -----------------------------------------------------------------------------------

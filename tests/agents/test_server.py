@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.idle_clock import LIMIT, Loop  # noqa: E402
 from tests.tiers import slow  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
 from torchrl_mt.engines import Completion  # noqa: E402
@@ -174,8 +175,7 @@ async def test_a_client_that_goes_away_cancels_its_call_and_leaves_no_turn(socke
         asking.cancel()
         await asyncio.wait([asking])
         await client.close()
-        while not engine.cancelled:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.cancelled)
         assert session.turns() == []
         assert session.transcript == []
 
@@ -205,8 +205,7 @@ async def test_a_retry_joins_the_call_in_progress():
         second = asyncio.ensure_future(
             ask(client_of(session, socket=True), [user("one")], extra_headers=retried(1))
         )
-        while session.num_waiting < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: session.num_waiting == 2)
         first.cancel()  # The other still waits.
         engine.gate.set()
         await second

@@ -11,7 +11,7 @@ import pytest
 
 from tests.envs.remote.served_envs import END, Asynchronous, Echo, Threaded
 from tests.served_app import served_app
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 from torchrl_mt.envs import OpenEnvEnv, OpenEnvError, serve
 from torchrl_mt.envs.remote import session as client_session
 
@@ -247,8 +247,7 @@ def test_episodes_wait_for_room_in_their_server(address, monkeypatch, caplog):
             asyncio.create_task(play_only(OpenEnvEnv(address, to_action=number), "3"))
             for _ in range(3)
         ]
-        while "wait for a free session" not in caplog.text:
-            await asyncio.sleep(0.001)
+        await until(lambda: "wait for a free session" in caplog.text)
         held.set()
         await asyncio.gather(*holding)
         return await asyncio.gather(*waiting)
