@@ -19,6 +19,7 @@ from tests.envs.speaking import call, says
 from tests.idle_clock import LIMIT, Loop, hang
 from tests.refusals import check_refused, refused
 from tests.tiers import examples
+from tests.waiting import until
 from torchrl_mt.chat import ParsedReply
 from torchrl_mt.collectors.event_loop.loop_thread import LoopThread
 from torchrl_mt.envs import Tool, ToolEnv
@@ -268,9 +269,7 @@ def test_calls_are_answered_in_their_order_in_whatever_order_they_end(order, kin
         if kind == 0:
             assert content == json.dumps([number, -1.0])
         else:
-            assert content.startswith(
-                f"error: work {'raised Zero' if kind == 1 else 'returned no'}"
-            )
+            assert content.startswith(f"error: work {('', 'raised Zero', 'returned no')[kind]}")
 
 
 @pytest.mark.parametrize("end", ["cancel", "exit", "time"])
@@ -288,8 +287,7 @@ def test_calls_that_are_given_up_are_cancelled(end, monkeypatch):
 
     async def leave():
         """Leave."""
-        while len(begun) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(begun) == 2)
         sys.exit(3)
 
     env = env_of(wait, leave, tool_timeout=LIMIT / 2)
@@ -298,13 +296,11 @@ def test_calls_that_are_given_up_are_cancelled(end, monkeypatch):
     async def play():
         await env.reset(DATA)
         step = asyncio.ensure_future(env.step("", says("", *calls)))
-        while len(begun) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(begun) == 2)
         if end == "cancel":
             step.cancel()
         await asyncio.wait([step])
-        while len(ended) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(ended) == 2)
         assert step.cancelled() == (end == "cancel")
         assert step.cancelled() or isinstance(step.exception(), SystemExit) == (end == "exit")
 
@@ -419,28 +415,19 @@ def test_calling_on_after_the_error_of_the_maximum_ends_the_episode_which_is_jud
 
 
 def test_the_schemas_are_made_of_signature_and_docstring():
-    env = env_of(add, Tool(look, {"name": "find", "parameters": {"properties": {"q": {}}}}))
-    assert env.tool_schemas == [
-        {
-            "type": "function",
-            "function": {
-                "name": "add",
-                "description": "Add two numbers.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {
-                        "a": {"type": "integer", "description": "the first number."},
-                        "b": {"type": "integer", "description": "the second number."},
-                    },
-                    "required": ["a", "b"],
-                },
-                "return": {"type": "integer"},
-            },
-        },
-        {"type": "function", "function": {"name": "find", "parameters": {"properties": {"q": {}}}}},
-    ]
-    whole = Tool(look, env.tool_schemas[1])
-    assert whole.schema == env.tool_schemas[1]
+    given_schema = {"name": "find", "parameters": {"properties": {"q": {}}}}
+    env = env_of(add, Tool(look, given_schema))
+    ours, found = env.tool_schemas
+    properties = {
+        "a": {"type": "integer", "description": "the first number."},
+        "b": {"type": "integer", "description": "the second number."},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    described = {"name": "add", "description": "Add two numbers.", "parameters": parameters}
+    assert ours == {"type": "function", "function": {**described, "return": {"type": "integer"}}}
+    assert found == {"type": "function", "function": given_schema}
+    whole = Tool(look, found)
+    assert whole.schema == found
     assert answers(env, call("find", q="x")) == ['{"found": ["x"]}']
 
 
@@ -639,10 +626,8 @@ def test_methods_of_an_environment_work_on_each_copy():
     shop = Shop()
     for apples in (3, 5):
         data = {**DATA, "apples": apples}
-        env = copy.deepcopy(shop)
-        out = steps(
-            env, says("", call("buy", thing="apple")), says("", call("left")), says(""), data=data
-        )
+        asked = [says("", call("buy", thing="apple")), says("", call("left")), says("")]
+        out = steps(copy.deepcopy(shop), *asked, data=data)
         assert out[1].messages[0]["content"] == str(apples - 1)
         assert out[2].reward == apples - 1
     assert shop.stock == {"apple": 0}
