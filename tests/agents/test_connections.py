@@ -34,12 +34,8 @@ BODY = json.dumps({"messages": [user("one")]}).encode()
 
 
 def request_of(session, body=BODY, *headers, length=None):
-    lines = [
-        "POST /v1/chat/completions HTTP/1.1",
-        "Host: x",
-        f"Authorization: Bearer {session.api_key}",
-        *headers,
-    ]
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", *headers]
+    lines.append(f"Authorization: Bearer {session.api_key}")
     if not any("Transfer-Encoding" in header for header in headers):
         lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
@@ -84,15 +80,14 @@ async def test_requests_in_a_row_and_in_pieces(engine):
     assert len(engine.calls) == 4
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\x00\xff\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000,
-        b"POST /v1/models HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-    ],
-    ids=["no HTTP", "an endless header", "no length"],
-)
+NO_HTTP = {
+    "no HTTP": b"\x00\xff\r\n\r\n",
+    "an endless header": b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000,
+    "no length": b"POST /v1/models HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", NO_HTTP.values(), ids=list(NO_HTTP))
 async def test_what_is_no_http_ends_its_connection_only(sent):
     async with session_of(counting_engine()) as session:
         async with connection_to(session) as (reader, writer):
@@ -200,13 +195,6 @@ async def test_a_call_that_takes_long_is_not_idle():
         await asyncio.sleep(0.2)
         engine.gate.set()
         assert (await response_of(reader))[0] == 200
-
-
-async def test_another_scheme_than_bearer_is_no_key():
-    async with session_of(counting_engine()) as session:
-        headers = {"Authorization": f"Basic {session.api_key}"}
-        reply = await session.http_client.get("/models", headers=headers)
-        assert reply.status_code == 401
 
 
 # ---- calls that cross ---------------------------------------------------------------------------
@@ -333,11 +321,13 @@ async def test_a_session_that_ends_answers_those_who_wait():
 # ---- what is left -------------------------------------------------------------------------------
 
 
+def listening():
+    return [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+
+
 @pytest.mark.parametrize("what", ["nothing", "half a body", "a call", "a stream", "new variables"])
 async def test_a_server_that_stops_leaves_nothing(what):
-    listening = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
-
-    engine = gated_engine()
+    before, engine = listening(), gated_engine()
     server = AgentServer(engine)
     await server.start()
     port, asking = server.port, None
@@ -349,11 +339,9 @@ async def test_a_server_that_stops_leaves_nothing(what):
             engine.gate.set()
         if what == "new variables":
             body["chat_template_kwargs"] = {"a": 1}
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        asking = writer
-        content = json.dumps(body).encode()
+        reader, asking = await asyncio.open_connection("127.0.0.1", port)
         length = 1000 if what == "half a body" else None
-        writer.write(request_of(session, content, length=length))
+        asking.write(request_of(session, json.dumps(body).encode(), length=length))
         await until(lambda: server._in_progress)
         if what == "a call":
             await engine.asked.wait()
@@ -370,8 +358,7 @@ async def test_a_server_that_stops_leaves_nothing(what):
     assert server._in_progress == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
     gc.collect()
-    now = [c for c in psutil.Process().net_connections() if c.status == "LISTEN"]
-    assert now == listening
+    assert listening() == before
 
 
 async def test_a_closed_session_is_forgotten():

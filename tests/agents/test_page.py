@@ -130,10 +130,8 @@ def test_the_server_without_a_collector(engine, capsys):
     section = "The server without a collector"
     exec(code(section), run)
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
-        f"{parent} {len(prompt)} {answer.token_ids}"
-        for parent, (prompt, answer) in zip((-1, 0), engine.calls, strict=True)
-    ]
+    ((first, one), (second, two)) = engine.calls
+    assert said[:2] == [f"-1 {len(first)} {one.token_ids}", f"0 {len(second)} {two.token_ids}"]
     assert "prompt_tokens" in said[2]
     exec(code(section, 1), run)
     assert "tensor(4)" in capsys.readouterr().out
@@ -156,20 +154,17 @@ def test_the_fields_of_the_page_are_those_of_requests(kind):
         assert fields <= set(requests._NEUTRAL)
 
 
-same = {"role": "assistant", "content": "two"}
-
-
 @pytest.mark.parametrize(
-    ("echo", "forks"),
+    ("changed", "forks"),
     [
-        (same, 0),
-        ({**same, "content": [{"type": "text", "text": "two"}]}, 0),
-        ({**same, "reasoning_content": "hm", "name": "a", "refusal": None}, 0),
-        ({**same, "content": "three"}, 1),
+        ({}, 0),
+        ({"content": [{"type": "text", "text": "two"}]}, 0),
+        ({"reasoning_content": "hm", "name": "a", "refusal": None}, 0),
+        ({"content": "three"}, 1),
     ],
 )
-def test_what_goes_on_and_what_forks(echo, forks):
-    engine = saying("two")
+def test_what_goes_on_and_what_forks(changed, forks):
+    engine, echo = saying("two"), {"role": "assistant", "content": "two", **changed}
 
     class Echoes:
         async def run(self, data, *, base_url, api_key, http_client):
@@ -189,13 +184,11 @@ def test_a_thread_whose_time_is_up_is_refused():
     done, codes = threading.Event(), []
 
     class Slow(TalksInAThread):
-        def run(self, data, *, base_url, api_key, http_client, session):
+        def run(self, data, *, session, **connection):
             while not session.is_closed:
                 done.wait(0.01)
             try:
-                return super().run(
-                    {"turns": 1}, base_url=base_url, api_key=api_key, http_client=http_client
-                )
+                return super().run({"turns": 1}, **connection)
             except Exception as error:
                 codes.append(error.code)
                 done.set()
