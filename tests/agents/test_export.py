@@ -36,12 +36,8 @@ def random_turns(rng: random.Random, forks: float = 0.3) -> list[Turn]:
             prompt = [*before.prompt_ids, *before.completion.token_ids]
         prompt += [100 + k, *rng.choices(range(3), k=rng.randint(0, 2))]
         size = rng.randint(1, 3)
-        answer = Completion(
-            rng.choices(range(3), k=size),
-            [-(k + i / 4) for i in range(size)],
-            [rng.randrange(4)] * size,
-            "stop",
-        )
+        ids, log_probs = rng.choices(range(3), k=size), [-(k + i / 4) for i in range(size)]
+        answer = Completion(ids, log_probs, [rng.randrange(4)] * size, "stop")
         turns.append(Turn(prompt, answer, reward=float(rng.randint(-2, 2))))
         turns[-1].parent = parent
     return turns
@@ -50,15 +46,11 @@ def random_turns(rng: random.Random, forks: float = 0.3) -> list[Turn]:
 def session(turns, **changes):
     """What is read of a session."""
     ids = [f"chatcmpl-{k}" for k in range(len(turns))]
+    asked = [{"messages": [{"role": "user", "content": f"question {k}"}]} for k in range(len(ids))]
+    said = [{"role": "assistant", "content": f"answer {k}"} for k in range(len(ids))]
     transcript = [
-        {
-            "request": {"messages": [{"role": "user", "content": f"question {k}"}]},
-            "response": {
-                "id": f"chatcmpl-{k}",
-                "choices": [{"message": {"role": "assistant", "content": f"answer {k}"}}],
-            },
-        }
-        for k in range(len(turns))
+        {"request": request, "response": {"id": id, "choices": [{"message": message}]}}
+        for request, id, message in zip(asked, ids, said, strict=True)
     ]
     known = {"turns": lambda: turns, "completion_ids": ids, "transcript": transcript}
     return SimpleNamespace(**{**known, **changes})
@@ -155,18 +147,13 @@ def lists(rows, keys):
 
 
 def test_tensors_have_the_types_of_areal():
-    (call,) = export_interactions(
-        session([Turn([1], Completion([2], [-1.0], [0], "stop"))])
-    ).values()
+    turn = Turn([1], Completion([2], [-1.0], [0], "stop"))
+    (call,) = export_interactions(session([turn])).values()
     row = call.to_tensor_dict()
-    assert {key: (value.dtype, tuple(value.shape)) for key, value in row.items()} == {
-        "input_ids": (torch.int64, (1, 2)),
-        "attention_mask": (torch.bool, (1, 2)),
-        "loss_mask": (torch.int64, (1, 2)),
-        "logprobs": (torch.float32, (1, 2)),
-        "versions": (torch.int64, (1, 2)),
-        "rewards": (torch.float32, (1,)),
-    }
+    expected = dict.fromkeys(("input_ids", "loss_mask", "versions"), (torch.int64, (1, 2)))
+    expected |= {"attention_mask": (torch.bool, (1, 2)), "logprobs": (torch.float32, (1, 2))}
+    expected["rewards"] = (torch.float32, (1,))
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in row.items()} == expected
 
 
 def test_several_choices_of_one_request_and_completions_of_text_are_told_apart():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from contextlib import closing
 
 import pytest
 
@@ -11,11 +12,10 @@ openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.collectors.pictures import SeeingEngine  # noqa: E402
+from tests.collectors.runs import run_of  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
 from tests.vision.episodes import QWEN, family, random_image  # noqa: E402
 from torchrl_mt.agents import AgentServer, export_interactions, openai_client  # noqa: E402
-from torchrl_mt.agents.messages import identities, stored_images  # noqa: E402
-from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.engines import TransformersEngine  # noqa: E402
 from torchrl_mt.testing import tiny_vl_model  # noqa: E402
 from torchrl_mt.transforms import MergeTurns, VisionInputs  # noqa: E402
@@ -107,7 +107,6 @@ async def test_streams_tools_and_several_texts():
     spread = {"role": "user", "content": [{"type": "text", "text": "what "}, part(one)]}
     spread["content"] += [{"type": "text", "text": "is "}, {"type": "text", "text": "this"}]
     joined = shows("what ", one, "is this")
-    assert identities(stored_images([spread])) == identities(stored_images([joined]))
 
     async with session_of(engine, processor=family(NAME)[1]) as session:
         stream = await ask(client_of(session), [spread], stream=True)
@@ -224,11 +223,14 @@ class Looks:
     """Shows two images, one after the other."""
 
     async def run(self, data, *, base_url, api_key, http_client):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        return await self.look(client, data)
+
+    async def look(self, client, data):
         messages = []
         for image in data["images"]:
             messages.append(shows("what", StoredImage.of(image)))
-            reply = await http_client.post("/chat/completions", json={"messages": messages})
-            messages.append(reply.json()["choices"][0]["message"])
+            messages.append((await ask(client, messages)).choices[0].message)
         return 1.0
 
 
@@ -236,13 +238,7 @@ class LooksByClient:
     """The same as a workflow."""
 
     async def arun_episode(self, engine, data):
-        client = openai_client(engine, processor=family(NAME)[1])
-        messages = []
-        for image in data["images"]:
-            messages.append(shows("what", StoredImage.of(image)))
-            reply = await client.chat.completions.create(model="policy", messages=messages)
-            messages.append(reply.choices[0].message)
-        return 1.0
+        return await Looks().look(openai_client(engine, processor=family(NAME)[1]), data)
 
 
 @pytest.mark.parametrize("program", [Looks, LooksByClient])
@@ -250,13 +246,9 @@ def test_episodes_of_agents_become_rows_with_images(program):
     model, processor = family(NAME)
     one, two = picture(1), picture(2)
     data = [{"images": [base64.b64decode(i.data_uri().partition(",")[2]) for i in (one, two)]}]
-    engine = TransformersEngine(model, processor, max_new_tokens=3)
-    with MultiTurnCollector(
-        program(), engine, data, processor=processor, episodes_per_batch=2, group_size=2,
-        total_episodes=2,
-    ) as collector:  # fmt: skip
-        (batch,) = list(collector)
-    engine.close()
+    options = {"processor": processor, "n": 2, "group_size": 2, "total_episodes": 2}
+    with closing(TransformersEngine(model, processor, max_new_tokens=3)) as engine:
+        ((batch,), _) = run_of(program(), engine, data, **options)
     assert batch.get(NEW).tolist() == [(one,), (two,)] * 2
     rows = VisionInputs(processor)(MergeTurns()(batch))
     assert rows.get(RAW).tolist() == [(one, two)] * 2

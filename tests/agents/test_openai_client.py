@@ -140,7 +140,7 @@ async def test_tool_calls_go_out_and_their_answers_come_back():
         ({"extra_body": {"tempreature": 1}}, "tempreature is not known here"),
         ({"messages": []}, "message"),
         ({"messages": [{"content": "x"}]}, "message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message"),
     ],
 )
 async def test_what_cannot_be_done_is_named(engine, options, match):

@@ -106,21 +106,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 DATA = {"query": "hello", "answer": None, "n": 3, "x": torch.zeros(2, 2), "meta": {"a": [1]}}
+OF_HELLO = ["hello", {"query": "hello"}, {"query": "hello", "messages": CHAT, "seed": 3}]
+OF_HELLO += [History.from_chats(HELLO), DATA]
+OF_CHAT = [CHAT, {"messages": CHAT}, {"query": CHAT}, {"query": History.from_chats(CHAT)}]
 
 
 @pytest.mark.parametrize(
-    ("data", "opening"),
-    [
-        ("hello", HELLO),
-        ({"query": "hello"}, HELLO),
-        ({"query": "hello", "messages": CHAT, "seed": 3}, HELLO),
-        (CHAT, CHAT),
-        ({"messages": CHAT}, CHAT),
-        ({"query": CHAT}, CHAT),
-        (History.from_chats(HELLO), HELLO),
-        ({"query": History.from_chats(CHAT)}, CHAT),
-        (DATA, HELLO),
-    ],
+    ("data", "opening"), [*((x, HELLO) for x in OF_HELLO), *((x, CHAT) for x in OF_CHAT)]
 )
 def test_the_prompt_comes_from_the_data(adapter, data, opening):
     env = adapter(ChatEnv)

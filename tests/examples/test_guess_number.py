@@ -23,11 +23,8 @@ QUICK = SHORT["guess_number"].split()
 @pytest.mark.slow
 def test_it_learns(example, tmp_path):
     """From imitation of random games to well above it, on a game small enough for a minute."""
-    args = [
-        *("--numbers", "8", "--turns", "4", "--updates", "30", "--warm-start-steps", "120"),
-        *("--eval-episodes", "512", "--seed", "0", "--out", str(tmp_path)),
-    ]
-    reached = example.train(example.parse(args))
+    args = "--numbers 8 --turns 4 --updates 30 --warm-start-steps 120 --eval-episodes 512 --seed 0"
+    reached = example.train(example.parse([*args.split(), "--out", str(tmp_path)]))
     assert reached["before"] < 0.76  # random guesses that keep to the hints are worth 0.710
     assert reached["after"] > reached["before"] + 0.05
     assert reached["after"] > 0.93 * reached["optimum"]

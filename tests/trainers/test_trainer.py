@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
 
+from tests.collectors.runs import collecting
 from tests.tiers import first_fast, slow, some_fast
 from tests.trainers.runs import (
     EVAL,
@@ -35,7 +36,7 @@ from tests.trainers.runs import (
 )
 from tests.waiting import wait_until
 from torchrl_mt import pretrained
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
@@ -63,16 +64,11 @@ def loop(*, updates, seed, num_epochs=1, optim_steps_per_batch=1, critic=None, *
     torch.manual_seed(seed)
     one = policy()
     torch.manual_seed(seed)
-    collector = MultiTurnCollector(
-        GuessNumber(4, 2),
-        TransformersEngine(one.model, one.tokenizer),
-        episodes_per_batch=6,
-        total_episodes=6 * updates,
-        limits=Limits(max_response_tokens=1, on_cut="continue"),
-        sampling={"seed": seed},
-        options=CollectorOptions(seed=seed),
-        postproc=MergeTurns(pad_token_id=one.tokenizer.pad_token_id),
-    )
+    options = {"sampling": {"seed": seed}, "seed": seed, "total_episodes": 6 * updates}
+    options["limits"] = Limits(max_response_tokens=1, on_cut="continue")
+    options["postproc"] = MergeTurns(pad_token_id=one.tokenizer.pad_token_id)
+    engine = TransformersEngine(one.model, one.tokenizer)
+    collector = collecting(GuessNumber(4, 2), engine, n=6, **options)
     maker = ExperienceMaker(one.model, critic=critic, **experience)
     loss_module = MultiTurnLoss(one.model, critic=critic)
     parameters = [*one.model.parameters(), *([] if critic is None else critic.parameters())]
@@ -145,10 +141,8 @@ def test_evaluations_do_not_change_the_training(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns(tmp_path):
-    made = trainer(
-        tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS * 20, updates=8, episodes_per_batch=24
-    )
-    results = made.train()
+    settings = {"eval_data": ITEMS * 20, "updates": 8, "episodes_per_batch": 24}
+    results = trainer(tmp_path, task=is_low, data=ITEMS, **settings).train()
     assert results["after"] > results["before"] + 0.3
 
 

@@ -116,10 +116,9 @@ def test_other_loggers_write_into_the_folder(tmp_path, monkeypatch, kind):
     assert list(tmp_path.glob(where[kind]))
     if kind == "tensorboard":
         module = "tensorboard.backend.event_processing.event_accumulator"
-        events = (
-            pytest.importorskip(module).EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        )
-        assert [(e.step, e.value) for e in events.Scalars("rejected/Time_out_")] == [(0, 2), (1, 2)]
+        events = pytest.importorskip(module).EventAccumulator(str(tmp_path / "tensorboard"))
+        scalars = events.Reload().Scalars("rejected/Time_out_")
+        assert [(e.step, e.value) for e in scalars] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])

@@ -46,24 +46,19 @@ def test_the_prompt_poses_the_expression_and_says_how_to_write():
     assert message["content"] == "{what} is 1 + 1?"
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("<answer>84</answer>", 1.0),
-        ("so it is <answer> +84\n</answer>.", 1.0),
-        ("<answer>84.0</answer>", 1.0),
-        ("<answer>7</answer> no, <answer>84</answer>", 1.0),
-        ("<calc>1 + 1</calc><answer>84</answer>", 1.0),
-        ("<answer>84</answer><answer>7</answer>", -0.1),
-        ("<answer>-84</answer>", -0.1),
-        ("<answer>168/2</answer>", -0.5),
-        ("<answer>84/1</answer>", -0.5),
-        ("<answer>84/0</answer>", -0.5),
-        ("<answer>7 * 12</answer>", -0.5),
-        ("<answer>٨٤</answer>", -0.5),
-        ("<answer></answer>", -0.5),
-        ("<answer>" + "9" * 9999 + "</answer>", -0.5),
+NO_NUMBERS = ("168/2", "84/1", "84/0", "7 * 12", "٨٤", "", "9" * 9999)
+GRADED = {
+    1.0: [
+        *("<answer>84</answer>", "so it is <answer> +84\n</answer>.", "<answer>84.0</answer>"),
+        *("<answer>7</answer> no, <answer>84</answer>", "<calc>1 + 1</calc><answer>84</answer>"),
     ],
+    -0.1: ["<answer>84</answer><answer>7</answer>", "<answer>-84</answer>"],
+    -0.5: [f"<answer>{wrong}</answer>" for wrong in NO_NUMBERS],
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [(response, reward) for reward in GRADED for response in GRADED[reward]]
 )
 def test_an_answer_is_graded_and_ends_the_episode(response, reward):
     step = started(wrong_reward=-0.1, format_penalty=0.5, call_cost=7.0).step(response)
@@ -200,14 +195,10 @@ def test_drawn_expressions_vary():
     assert len({item["expression"] for item in items}) > 290
 
 
-@given(
-    st.recursive(
-        st.one_of(
-            st.text(), st.sampled_from(["<calc>", "</calc>", "<answer>", "</answer>", "3 +", "4"])
-        ),
-        lambda parts: st.lists(parts, max_size=6).map("".join),
-    )
-)
+TAGS = st.sampled_from(["<calc>", "</calc>", "<answer>", "</answer>", "3 +", "4"])
+
+
+@given(st.recursive(st.text() | TAGS, lambda parts: st.lists(parts, max_size=6).map("".join)))
 def test_no_response_raises(response):
     step = started(format_penalty=0.5, call_cost=0.1).step(response)
     assert isinstance(step, TextStep)
@@ -225,24 +216,18 @@ def test_a_long_response_is_read_in_linear_time():
 @pytest.mark.parametrize("seed", range(8))
 def test_the_player_gets_the_best_return_on_every_expression(seed, call_operators):
     operators = ["+", "-", "*", "//", "%", "**"] if call_operators else OPERATORS
-    env = Arithmetic(
-        5, operators, turns=8, call_operators=call_operators, call_cost=0.125, tool_role="tool"
-    )
-    game = play_arithmetic(env, {"seed": seed})
+    settings = {"call_operators": call_operators, "call_cost": 0.125, "tool_role": "tool"}
+    game = play_arithmetic(Arithmetic(5, operators, turns=8, **settings), {"seed": seed})
     calls = 4 if call_operators else 1
     assert game.rewards == [-0.125] * calls + [1.0]
-    assert [m["role"] for m in game.messages] == (
-        ["user"] + ["assistant", "tool"] * calls + ["assistant"]
-    )
+    roles = ["user"] + ["assistant", "tool"] * calls + ["assistant"]
+    assert [m["role"] for m in game.messages] == roles
 
 
 def test_the_player_computes_signs_itself():
     game = play_arithmetic(Arithmetic(call_operators=1), {"expression": "-(3 - 5) * -(-2)"})
-    assert [m["content"] for m in game.messages[1::2]] == [
-        "<calc>3 - 5</calc>",
-        "<calc>2 * 2</calc>",
-        "<answer>4</answer>",
-    ]
+    said = [m["content"] for m in game.messages[1::2]]
+    assert said == ["<calc>3 - 5</calc>", "<calc>2 * 2</calc>", "<answer>4</answer>"]
     assert game.rewards[-1] == 1.0
 
 

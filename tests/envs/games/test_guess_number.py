@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import check_refused, refused
 from torchrl_mt.envs import GuessNumber, optimal_return, play_guess_number
 
 
@@ -76,17 +77,17 @@ def test_the_episode_terminates_when_guesses_are_spent(turns, number):
         env.step("1")
 
 
-@pytest.mark.parametrize("number", [0, 17, -1])
-def test_a_number_out_of_range_is_refused(number):
-    with pytest.raises(ValueError, match=rf"1\.\.16, got {number}"):
-        GuessNumber(16).reset({"number": number})
-
-
-@pytest.mark.parametrize("arguments", [{"numbers": 0}, {"turns": 0}])
-def test_an_empty_game_is_refused(arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        GuessNumber(**arguments)
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        *(refused(f"1..16, got {n}", GuessNumber(16).reset, {"number": n}) for n in (0, 17, -1)),
+        refused("numbers must be at least 1, got 0", GuessNumber, numbers=0),
+        refused("turns must be at least 1, got 0", GuessNumber, turns=0),
+        *(refused("gamma", optimal_return, 16, 5, gamma) for gamma in (-0.1, 1.1, float("nan"))),
+    ],
+)
+def test_numbers_out_of_range_are_refused(call, error, text):
+    check_refused(call, error, text)
 
 
 def test_the_game_may_begin_with_a_dialogue():
@@ -139,22 +140,16 @@ def test_bisection_reaches_the_optimum(numbers, turns, gamma):
     assert sum(returns) / numbers == pytest.approx(optimal_return(numbers, turns, gamma), abs=1e-9)
 
 
-@pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
-def test_a_gamma_out_of_range_is_refused(gamma):
-    with pytest.raises(ValueError, match="gamma"):
-        optimal_return(16, 5, gamma)
-
-
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 1000), st.data())
 def test_a_random_player_keeps_to_the_hints(numbers, turns, seed, data):
     number = data.draw(st.integers(1, numbers))
-    game = play_guess_number(random.Random(seed).randint, number, numbers=numbers, turns=turns)
-    assert game == play_guess_number(
-        random.Random(seed).randint, number, numbers=numbers, turns=turns
+    game, again = (
+        play_guess_number(random.Random(seed).randint, number, numbers=numbers, turns=turns)
+        for _ in range(2)
     )
-    assert [m["role"] for m in game.messages] == ["user"] + ["assistant", "user"] * len(
-        game.rewards
-    )
+    assert game == again
+    roles = ["user"] + ["assistant", "user"] * len(game.rewards)
+    assert [m["role"] for m in game.messages] == roles
     possible = set(range(1, numbers + 1))
     for guess, answer in pairs(game):
         assert guess in possible
