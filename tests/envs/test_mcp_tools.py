@@ -172,12 +172,17 @@ def collect(env, episodes=4, **collector):
     return batch["next", "reward"].flatten().tolist(), stats, engine
 
 
-def test_every_episode_has_a_session_that_is_closed_at_its_end(opens, opened, caplog):
-    env = env_with(MCPTools(opens))
-    with caplog.at_level(logging.WARNING):
-        rewards, stats, engine = collect(env)
-    assert rewards == [0.0, 1.0] * 4
+def collect_all(env, episodes=4, **collector):
+    """Episodes of which none is rejected; the engine that played them."""
+    rewards, stats, engine = collect(env, episodes, **collector)
+    assert rewards == [0.0, 1.0] * episodes
     assert stats["rejected"] == 0
+    return engine
+
+
+def test_every_episode_has_a_session_that_is_closed_at_its_end(opens, opened, caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = collect_all(env_with(MCPTools(opens)))
     assert (opened.now, opened.ever) == (0, 4)
     assert not caplog.records
     assert '"name": "divide"' in engine.tokenizer.decode(engine.calls[0][0])
@@ -210,12 +215,9 @@ async def test_the_next_episode_closes_the_session_of_one_without_an_end(opens, 
 def test_an_open_session_is_shared_and_used_where_it_was_opened(opens, opened):
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(opens()) as session:
         session = Tells(session)
-        env = portal.call(lambda: env_with(session))
-        rewards, stats, _ = collect(env)
+        collect_all(portal.call(lambda: env_with(session)))
         assert set(session.loops) == {portal.call(asyncio.get_running_loop)}
         assert len(session.loops) >= 5
-    assert rewards == [0.0, 1.0] * 4
-    assert stats["rejected"] == 0
     assert (opened.now, opened.ever) == (0, 1)
 
 
@@ -358,6 +360,10 @@ def servers():
     ]
 
 
+def opens_program():
+    return Client(PROGRAM)
+
+
 @asynccontextmanager
 async def session_of_program():
     async with stdio_client(PROGRAM) as streams, ClientSession(*streams) as session:
@@ -366,13 +372,9 @@ async def session_of_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "opener", [lambda: Client(PROGRAM), session_of_program], ids=["new", "old"]
-)
+@pytest.mark.parametrize("opener", [opens_program, session_of_program])
 def test_a_program_for_every_episode(opener):
-    rewards, stats, _ = collect(env_with(MCPTools(opener)), episodes=3)
-    assert rewards == [0.0, 1.0] * 3
-    assert stats["rejected"] == 0
+    collect_all(env_with(MCPTools(opener)), episodes=3)
     wait_until(lambda: not servers())
 
 
@@ -390,10 +392,6 @@ async def test_a_program_that_dies_is_told():
     wait_until(lambda: not servers())
 
 
-def opens_program():
-    return Client(PROGRAM)
-
-
 class ProgramEnv(ToolEnv):
     def __init__(self):
         super().__init__([MCPTools(opens_program)], reward=says_seven)
@@ -401,7 +399,5 @@ class ProgramEnv(ToolEnv):
 
 @pytest.mark.slow
 def test_programs_of_environments_in_other_processes():
-    rewards, stats, _ = collect(ProgramEnv, episodes=2, options=CollectorOptions(env_workers=1))
-    assert rewards == [0.0, 1.0] * 2
-    assert stats["rejected"] == 0
+    collect_all(ProgramEnv, episodes=2, options=CollectorOptions(env_workers=1))
     wait_until(lambda: not servers())

@@ -72,6 +72,13 @@ def write(tmp_path, monkeypatch):
     return written
 
 
+def error_of(capsys, *arguments):
+    """What a command says that ends at once."""
+    with pytest.raises(SystemExit):
+        main(["train", *map(str, arguments)])
+    return capsys.readouterr().err
+
+
 def test_a_file_is_the_call_with_its_keys(write, tmp_path):
     path = write(
         'data = "tasks_of_a_run.items"\neval_data = "tasks_of_a_run.many"\nseed = 3\n'
@@ -137,9 +144,7 @@ def test_functions_of_the_task_may_import_later(write):
 
 def test_the_command_trains_and_goes_on(write, tmp_path, capsys):
     assert main(["train", str(write())]) == 0
-    with pytest.raises(SystemExit):
-        main(["train", str(write())])
-    assert "give resume=True to go on" in capsys.readouterr().err
+    assert "give resume=True to go on" in error_of(capsys, write())
     assert main(["train", str(write(updates=2)), "--resume"]) == 0
     assert "checkpoint-2" in {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()}
 
@@ -185,19 +190,14 @@ def test_an_interrupted_command_says_how_to_go_on(write, monkeypatch, capsys):
 )
 def test_what_is_wrong_is_told_in_one_line(more, changes, message, write, tmp_path, capsys):
     (tmp_path / "broken.jsonl").write_text('{"number": 1}\n{"number": \n')
-    path = write(more + "\n", **changes)
-    with pytest.raises(SystemExit):
-        main(["train", str(path)])
-    error = capsys.readouterr().err
+    error = error_of(capsys, write(more + "\n", **changes))
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["train", str(tmp_path / "none.toml")])
-    assert "none.toml" in capsys.readouterr().err
+    assert "none.toml" in error_of(capsys, tmp_path / "none.toml")
 
 
 def test_the_help_explains_every_key(capsys):

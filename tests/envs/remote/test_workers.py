@@ -15,11 +15,11 @@ import urllib.request
 import psutil
 import pytest
 
+from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.remote.worker_envs import Closes, Counts, GoesWrong
 from tests.envs.remote.workers_left import health, is_served, processes
 from tests.waiting import PATIENCE, in_thread, wait_until
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import OpenEnvEnv, create_workers
 from torchrl_mt.envs.remote import WorkerError
 from torchrl_mt.envs.remote import worker as module
@@ -141,10 +141,7 @@ def test_a_worker_that_is_dead_delays_nobody_else(tmp_path, tokenizer):
         wait_until(lambda: dead.pid not in (None, pid))
         engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
         data = [{"number": number} for number in range(8)]
-        env = OpenEnvEnv(workers.urls, timeout=PATIENCE)
-        with MultiTurnCollector(env, engine, data, episodes_per_batch=16) as collector:
-            next(iter(collector))
-            stats = collector.stats()
+        _, stats = first_batch(OpenEnvEnv(workers.urls, timeout=PATIENCE), engine, data, n=16)
         assert (stats["accepted"], stats["rejected"]) == (16, 0)
         assert not is_served(dead.api_url)
         flag.unlink()
