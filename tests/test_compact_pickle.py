@@ -173,13 +173,6 @@ def test_growing_prompts_are_linear():
     assert len(pickle.dumps(prompts)) > 80 * line.nbytes
 
 
-def test_a_slice_of_a_large_batch_is_sent_alone():
-    line = torch.arange(100_000)
-    _, (memory,) = dumps([line[10:20], line[15:30], line[99_990:]])
-    assert memory.runs == [(80, 240), (8 * 99_990, 800_000)]
-    assert memory.data.nbytes == 240
-
-
 def test_what_does_not_overlap_arrives_apart():
     parts = sent(list(torch.arange(9).split([2, 3, 4])))
     assert [part.untyped_storage().nbytes() - part.nbytes for part in parts] == [0, 0, 8]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
+from tests.buffers import buffer_of
+from tests.collectors.runs import collecting
 from tests.settings import grouped
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from tests.waiting import until
+from torchrl_mt.collectors import Limits
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -47,14 +52,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def episodes(lengths: list[int]) -> TensorDict:
     done = torch.cat([torch.arange(n) == n - 1 for n in lengths])[:, None]
-    seen = torch.randn(len(done) + 1, 3)
-    return TensorDict(
-        {
-            "observation": seen[:-1],
-            "next": {"observation": seen[1:], "reward": torch.randn(len(done), 1), "done": done},
-        },
-        [len(done)],
-    )
+    seen, reward = torch.randn(len(done) + 1, 3), torch.randn(len(done), 1)
+    ends = {"observation": seen[1:], "reward": reward, "done": done}
+    return TensorDict({"observation": seen[:-1], "next": ends}, [len(done)])
+
+
+def gpu_buffer(sampler: Any, **kwargs: Any) -> Any:
+    return buffer_of(EpisodeStorage(100, device="cuda"), sampler, batch_size=8, **kwargs)
 
 
 def test_tensors_of_any_layout_come_in_one_copy():
@@ -68,60 +72,47 @@ def test_masked_functions_agree_with_the_cpu():
     torch.manual_seed(0)
     reward, value = torch.randn(2, 8, 50)
     mask = torch.rand(8, 50) < 0.4
-    on_gpu = [x.cuda() for x in (reward, value, mask)]
-    for got, expected in zip(
-        masked_gae(*on_gpu, 0.9, 0.8), masked_gae(reward, value, mask, 0.9, 0.8), strict=True
-    ):
-        torch.testing.assert_close(got.cpu(), expected)
-    got = masked_returns(on_gpu[0], on_gpu[2], 0.9)
-    torch.testing.assert_close(got.cpu(), masked_returns(reward, mask, 0.9))
     group = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3])
-    got = group_advantage(reward[:, 0].cuda(), group.cuda(), "grpo")
-    torch.testing.assert_close(got.cpu(), group_advantage(reward[:, 0], group, "grpo"))
+    for function in (
+        lambda reward, value, mask, group: masked_gae(reward, value, mask, 0.9, 0.8),
+        lambda reward, value, mask, group: [masked_returns(reward, mask, 0.9)],
+        lambda reward, value, mask, group: [group_advantage(reward[:, 0], group, "grpo")],
+    ):
+        on_gpu = function(*(x.cuda() for x in (reward, value, mask, group)))
+        for got, expected in zip(on_gpu, function(reward, value, mask, group), strict=True):
+            torch.testing.assert_close(got.cpu(), expected)
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [ClipSampler(slice_len=4), PrioritizedClipSampler(slice_len=4), EpisodeSampler()],
+    "sampler", [ClipSampler(slice_len=4), PrioritizedClipSampler(slice_len=4), EpisodeSampler()]
 )
 def test_a_storage_on_the_gpu_gives_what_was_written(sampler):
     torch.manual_seed(0)
     data = episodes([7, 5, 9])
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(100, device="cuda"),
-        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
-        sampler=sampler,
-        batch_size=8,
-    )
+    buffer = gpu_buffer(sampler, writer=EpisodeWriter(transform=DiscountedReturn(0.9)))
     buffer.extend(data)
     stored = buffer[:]
     assert stored["observation"].is_cuda
-    assert torch.equal(stored["observation"].cpu(), data["observation"])
-    assert torch.equal(stored["next", "observation"].cpu(), data["next", "observation"])
+    for key in ("observation", ("next", "observation")):
+        assert torch.equal(stored[key].cpu(), data[key])
     expected = DiscountedReturn(0.9)(data.clone())["next", "return"]
     torch.testing.assert_close(stored["next", "return"].cpu(), expected)
     assert buffer.sample()["observation"].is_cuda
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        ClipSampler(slice_len=4),
-        ClipSampler(slice_len=4, layout="clips"),
-        ClipSampler(slice_len=2, stride=2),
-        ClipSampler(slice_len=8, strict_length=False),
-        EpisodeSampler(),
-    ],
-    ids=["clips", "rows", "stride", "short", "episodes"],
-)
+SAMPLERS = {
+    "clips": ClipSampler(slice_len=4),
+    "rows": ClipSampler(slice_len=4, layout="clips"),
+    "stride": ClipSampler(slice_len=2, stride=2),
+    "short": ClipSampler(slice_len=8, strict_length=False),
+    "episodes": EpisodeSampler(),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_sampling_does_not_wait_for_the_gpu(sampler, cls):
-    buffer = cls(
-        storage=EpisodeStorage(100, device="cuda"),
-        writer=EpisodeWriter(),
-        sampler=sampler,
-        batch_size=8,
-    )
+def test_sampling_does_not_wait_for_the_gpu(kind, cls):
+    buffer = gpu_buffer(SAMPLERS[kind], cls=cls)
     buffer.extend(episodes([7, 5, 9]))
     buffer.sample()
     torch.cuda.synchronize()
@@ -145,10 +136,8 @@ def test_conversations_on_the_gpu():
     storage = EpisodeStorage(20, device="cuda", max_tokens=100)
     history, turns = torch.arange(40), []
     for t in range(3):
-        tokens = {
-            "prompt": history[: 3 + 8 * t],
-            "response": history[3 + 8 * t : 7 + 8 * t + t % 2],
-        }
+        cut, end = 3 + 8 * t, 7 + 8 * t + t % 2
+        tokens = {"prompt": history[:cut], "response": history[cut:end]}
         turns.append(TensorDict({"tokens": tokens, "next": {"done": torch.tensor([t == 2])}}))
     for _ in range(9):
         storage.append(lazy_stack(turns))
@@ -162,22 +151,18 @@ def test_conversations_on_the_gpu():
 
 def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):
     model.cuda()
-    engine = TransformersEngine(model, tokenizer)
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(1000),
-        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
-        sampler=EpisodeSampler(replacement=False),
-        transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
-        batch_size=32,
+    sampler, writer = (
+        EpisodeSampler(replacement=False),
+        EpisodeWriter(transform=DiscountedReturn(0.9)),
     )
-    with MultiTurnCollector(
-        GuessNumber(16, 5),
-        engine,
-        episodes_per_batch=32,
-        total_episodes=64,
-        limits=Limits(max_turns=5, max_response_tokens=3),
-        replay_buffer=buffer,
-    ) as collector:
+    transform = MergeTurns(pad_token_id=tokenizer.pad_token_id)
+    buffer = buffer_of(1000, sampler, writer=writer, transform=transform, batch_size=32)
+    limits = Limits(max_turns=5, max_response_tokens=3)
+    options = {"n": 32, "total_episodes": 64, "limits": limits, "replay_buffer": buffer}
+    with (
+        closing(TransformersEngine(model, tokenizer)) as engine,
+        collecting(GuessNumber(16, 5), engine, **options) as collector,
+    ):
         maker = ExperienceMaker(model, advantage="turn", old_log_probs="actor")
         for update, _ in enumerate(collector):
             rows = maker(buffer.sample().to("cuda"))
@@ -191,7 +176,6 @@ def test_a_model_on_the_gpu_plays_and_learns(model, tokenizer):
                     parameter.sub_(0.01 * parameter.grad)
             collector.update_policy_weights_(model)
             buffer.empty()
-    engine.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,36 +184,26 @@ def test_families_are_sampled_from_on_the_gpu_as_they_are(family):
 
 
 @pytest.mark.parametrize("name", test_images.FAMILIES)
-def test_images_are_seen_on_the_gpu_as_they_are(name):
+async def test_images_are_seen_on_the_gpu_as_they_are(name):
     family = test_images.Family(name)
     family.model.cuda()
-    engine = family.engine(max_batch_tokens=24)
     shown = [[4], [], [0, 3], [4, 1]]
-
-    async def run():
-        return await asyncio.gather(*(family.ask(engine, each) for each in shown))
-
-    for each, answer in zip(shown, asyncio.run(run()), strict=True):
-        family.assert_sampled(family.message(each), each, answer, atol=1e-3)
-    engine.close()
+    with closing(family.engine(max_batch_tokens=24)) as engine:
+        answers = await asyncio.gather(*(family.ask(engine, each) for each in shown))
+        for each, answer in zip(shown, answers, strict=True):
+            family.assert_sampled(family.message(each), each, answer, atol=1e-3)
 
 
-def test_an_engine_follows_a_model_to_the_gpu_and_back(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer)
-    engine._stop_ids = frozenset()
-
-    async def run():
+async def test_an_engine_follows_a_model_to_the_gpu_and_back(model, tokenizer):
+    with closing(TransformersEngine(model, tokenizer)) as engine:
+        engine._stop_ids = frozenset()
         task = asyncio.create_task(engine.generate([5, 6, 7], max_new_tokens=300))
         for move in (model.cuda, model.cpu, model.cuda):
             before = engine.stats()["generated_tokens"]
-            while engine.stats()["generated_tokens"] < before + 30:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats()["generated_tokens"] >= before + 30)  # noqa: B023
             with engine._generation.paused():
                 move()
-        return await task
-
-    answer = asyncio.run(run())
-    engine.close()
+        answer = await task
     ids = torch.tensor([[5, 6, 7, *answer.token_ids]], device="cuda")
     with torch.no_grad():
         expected = model.eval()(ids).logits[0, 2:-1].log_softmax(-1)
@@ -237,37 +211,25 @@ def test_an_engine_follows_a_model_to_the_gpu_and_back(model, tokenizer):
     torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-3, rtol=0)
 
 
-def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):
+async def test_an_update_splits_answers_under_way_on_the_gpu(model, tokenizer):
     model.cuda()
-    engine = TransformersEngine(model, tokenizer)
-    engine._stop_ids = frozenset()
-
-    async def run():
-        tasks = [
-            asyncio.create_task(engine.generate([5, 6, 7], max_new_tokens=300)) for _ in range(8)
-        ]
-        while engine.stats()["generated_tokens"] < 8 * 30:
-            assert not any(task.done() for task in tasks)
-            await asyncio.sleep(0.001)
+    with closing(TransformersEngine(model, tokenizer)) as engine:
+        engine._stop_ids = frozenset()
+        answers = (engine.generate([5, 6, 7], max_new_tokens=300) for _ in range(8))
+        tasks = [asyncio.create_task(answer) for answer in answers]
+        await until(lambda: engine.stats()["generated_tokens"] >= 8 * 30)
+        assert not any(task.done() for task in tasks)
         await asyncio.to_thread(engine.update_weights)
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(run())
-    engine.close()
-    for answer in answers:
-        assert len(answer.token_ids) == 300
-        assert set(answer.versions) == {0, 1}
+        for answer in await asyncio.gather(*tasks):
+            assert len(answer.token_ids) == 300
+            assert set(answer.versions) == {0, 1}
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_checkpoint_loads_on_another_device(saved_on, loaded_on, tmp_path):
     def buffer(device):
-        return TensorDictReplayBuffer(
-            storage=EpisodeStorage(100, device=device),
-            writer=EpisodeWriter(),
-            sampler=PrioritizedClipSampler(slice_len=2),
-            batch_size=8,
-        )
+        storage, sampler = EpisodeStorage(100, device=device), PrioritizedClipSampler(slice_len=2)
+        return buffer_of(storage, sampler, cls=TensorDictReplayBuffer, batch_size=8)
 
     torch.manual_seed(0)
     rb, other = buffer(saved_on), buffer(loaded_on)
@@ -337,9 +299,8 @@ def test_functions_of_rows_may_answer_on_any_device():
 def test_an_engine_of_a_split_model_names_its_devices():
     model, tokenizer = tiny_chat_model(["guess"])
     model.lm_head.cuda()
-    with pytest.raises(
-        ValueError, match=r"must be on one device, got a \w+ on \['cpu', 'cuda:0'\]"
-    ):
+    text = r"must be on one device, got a \w+ on \['cpu', 'cuda:0'\]"
+    with pytest.raises(ValueError, match=text):
         TransformersEngine(model, tokenizer)
 
 
@@ -365,22 +326,10 @@ def test_teachers_critics_and_trees_agree_with_the_cpu(packed):
         rows["masks", "sft"] = rows["masks", "all_attention_mask"].clone()
         passes = Passes(packed=packed, head_dtype=torch.float32)
         advantage = Advantage("gae", bootstrap=True, critic_lmbda=1.0)
-        maker = ExperienceMaker(
-            actor,
-            teacher=teacher,
-            critic=critic,
-            advantage=advantage,
-            old_log_probs="actor",
-            passes=passes,
-        )
-        loss = MultiTurnLoss(
-            actor,
-            objective="dppo_kl",
-            distillation=Distillation(teacher, "jsd", top_k=5),
-            sft_coef=0.1,
-            passes=passes,
-        )
-        losses = loss(maker(rows))
+        scored = {"teacher": teacher, "critic": critic, "old_log_probs": "actor"}
+        maker = ExperienceMaker(actor, advantage=advantage, passes=passes, **scored)
+        terms = {"distillation": Distillation(teacher, "jsd", top_k=5), "sft_coef": 0.1}
+        losses = MultiTurnLoss(actor, objective="dppo_kl", passes=passes, **terms)(maker(rows))
         names = ("loss_objective", "loss_distill", "loss_sft")
         sum(losses[name] for name in names).backward()
         gradients = [p.grad.flatten().cpu() for p in actor.parameters()]

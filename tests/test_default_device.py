@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_mt
+from tests.buffers import buffer_of
+from tests.collectors.runs import first_batch
 from tests.objectives.conftest import make_model, make_rows
-from torchrl_mt.collectors import Limits, MultiTurnCollector
+from torchrl_mt.collectors import Limits
 from torchrl_mt.data import (
     ClipSampler,
     EpisodeSampler,
@@ -59,21 +62,15 @@ def on_cpu(data):
 
 def episode(length, **where):
     t = torch.arange(length + 1.0, **where)[:, None]
-    done = t[1:] == length
-    return TensorDict(
-        {
-            "observation": t[:-1],
-            "next": {"observation": t[1:], "reward": t[1:].clone(), "done": done},
-        },
-        [length],
-    )
+    ends = {"observation": t[1:], "reward": t[1:].clone(), "done": t[1:] == length}
+    return TensorDict({"observation": t[:-1], "next": ends}, [length])
 
 
 SAMPLERS = {
     "clips": lambda: ClipSampler(slice_len=4),
     "short": lambda: ClipSampler(slice_len=4, strict_length=False),
     "stride": lambda: ClipSampler(slice_len=3, stride=2),
-    "episodes": lambda: EpisodeSampler(),
+    "episodes": EpisodeSampler,
     "every episode once": lambda: EpisodeSampler(replacement=False),
     "priorities": lambda: PrioritizedClipSampler(slice_len=4),
 }
@@ -82,12 +79,9 @@ SAMPLERS = {
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_buffers(elsewhere, kind):
     data = [episode(n, device="cpu") for n in (7, 5, 9)]
-    buffer = TensorDictReplayBuffer(
-        storage=EpisodeStorage(20),
-        writer=EpisodeWriter(transform=DiscountedReturn(0.9)),
-        sampler=SAMPLERS[kind](),
-        batch_size=12,
-    )
+    writer = EpisodeWriter(transform=DiscountedReturn(0.9))
+    settings = {"cls": TensorDictReplayBuffer, "writer": writer, "batch_size": 12}
+    buffer = buffer_of(20, SAMPLERS[kind](), **settings)
     for part in data:
         buffer.extend(part[:3])
         buffer.extend(part[3:])
@@ -122,98 +116,55 @@ def test_conversations(elsewhere, chat):
     on_cpu(data.collate([data[0], data[1]]))
 
 
-def test_makers_and_losses():
+def test_makers_and_losses(request):
     rows = {packed: make_rows() for packed in (False, True)}
-    models = [make_model(seed) for seed in range(3)]
-    actor, ref, backbone = models
-    torch.set_default_device("meta")
-    try:
-        critic = ValueModel.from_model(backbone)
-        assert critic.head.weight.device.type == "cpu"
-        for packed, batch in rows.items():
-            maker = ExperienceMaker(
-                actor,
-                ref=ref,
-                critic=critic,
-                kl_coef=0.1,
-                old_log_probs="actor",
-                passes=Passes(with_entropy=True, packed=packed, micro_batch_size=2),
-                process="top_entropy",
-                advantage=Advantage("gae", whiten=True),
-            )
-            made = maker(batch)
-            on_cpu(made)
-            for part in micro_batches(made, passes=Passes(micro_batch_tokens=30)):
-                MultiTurnLoss(actor, critic=critic, entropy_coef=0.1, passes=Passes(packed=packed))(
-                    part
-                )
-            split_rows(made, 2)
-            for kind in ("turn", "grpo", "batch"):
-                on_cpu(
-                    ExperienceMaker(actor, advantage=kind, reward=lambda r: [1.0] * len(r))(batch)
-                )
-    finally:
-        torch.set_default_device(None)
+    actor, ref, backbone = (make_model(seed) for seed in range(3))
+    request.getfixturevalue("elsewhere")
+    critic = ValueModel.from_model(backbone)
+    assert critic.head.weight.device.type == "cpu"
+    settings = {"ref": ref, "critic": critic, "kl_coef": 0.1, "old_log_probs": "actor"}
+    settings |= {"process": "top_entropy", "advantage": Advantage("gae", whiten=True)}
+    for packed, batch in rows.items():
+        passes = Passes(with_entropy=True, packed=packed, micro_batch_size=2)
+        made = ExperienceMaker(actor, passes=passes, **settings)(batch)
+        on_cpu(made)
+        loss = MultiTurnLoss(actor, critic=critic, entropy_coef=0.1, passes=Passes(packed=packed))
+        for part in micro_batches(made, passes=Passes(micro_batch_tokens=30)):
+            loss(part)
+        split_rows(made, 2)
+        for kind in ("turn", "grpo", "batch"):
+            maker = ExperienceMaker(actor, advantage=kind, reward=lambda r: [1.0] * len(r))
+            on_cpu(maker(batch))
 
 
 def test_collectors(elsewhere, chat):
     model, tokenizer = chat
-    engine = TransformersEngine(model, tokenizer, seed=1)
-    collector = MultiTurnCollector(
-        GuessNumber(16, 5),
-        engine,
-        episodes_per_batch=4,
-        total_episodes=4,
-        limits=Limits(max_turns=3, max_response_tokens=3),
-    )
-    with collector:
-        data = next(iter(collector))
-    engine.close()
-    buffer = ReplayBuffer(
-        storage=EpisodeStorage(1000),
-        writer=EpisodeWriter(),
-        sampler=EpisodeSampler(),
-        transform=MergeTurns(pad_token_id=0),
-        batch_size=4,
-    )
+    limits = Limits(max_turns=3, max_response_tokens=3)
+    with closing(TransformersEngine(model, tokenizer, seed=1)) as engine:
+        data, _ = first_batch(GuessNumber(16, 5), engine, n=4, total_episodes=4, limits=limits)
+    transform = MergeTurns(pad_token_id=0)
+    buffer = buffer_of(1000, EpisodeSampler(), transform=transform, batch_size=4)
     buffer.extend(data)
     rows = buffer.sample()
     on_cpu(rows)
-    maker = ExperienceMaker(
-        model, reward=TextReward(lambda completions: [1.0] * len(completions), tokenizer)
-    )
-    MultiTurnLoss(model)(maker(rows))
+    reward = TextReward(lambda completions: [1.0] * len(completions), tokenizer)
+    MultiTurnLoss(model)(ExperienceMaker(model, reward=reward)(rows))
 
 
-MAKERS = {
-    f"torch.{name}"
-    for name in [
-        "arange",
-        "as_tensor",
-        "empty",
-        "eye",
-        "full",
-        "linspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "scalar_tensor",
-        "tensor",
-        "zeros",
-    ]
-}
+MAKERS = (
+    "arange as_tensor empty eye full linspace ones rand randint randn randperm scalar_tensor "
+    "tensor zeros"
+)
 
 
 def test_every_tensor_that_is_made_says_its_device():
-    package = Path(torchrl_mt.__file__).parent
-    silent = []
+    package, silent = Path(torchrl_mt.__file__).parent, []
+    makers = {f"torch.{name}" for name in MAKERS.split()}
     for path in package.rglob("*.py"):
         if package / "testing" in path.parents:
             continue  # Models for tests are made where the user's models are.
         for node in ast.walk(ast.parse(path.read_text())):
-            made = isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS
+            made = isinstance(node, ast.Call) and ast.unparse(node.func) in makers
             if made and not any(keyword.arg in ("device", None) for keyword in node.keywords):
                 silent.append(f"{path.relative_to(package)}:{node.lineno}")
     assert not silent, f"give these a device: {silent}"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-import threading
 from contextlib import closing
 
 import numpy as np
@@ -12,7 +11,9 @@ import pytest
 from tests.engines.completions_server import CompletionsServer
 from tests.faulty_server import after, dripping, half, nothing, running, silent, status, success
 from tests.idle_clock import LIMIT, Loop
-from tests.waiting import PATIENCE, wait_until
+from tests.refusals import check_refused, refused
+from tests.tiers import slow
+from tests.waiting import PATIENCE, in_thread, until, wait_until
 from torchrl_mt.http_client import HttpClient, HttpError, TryAgainError
 
 pytest.importorskip("httpx")
@@ -72,28 +73,23 @@ def test_waiting_for_a_connection_is_not_the_attempts_time(server):
     assert server.most_open == 1
 
 
-def test_a_pause_keeps_no_connection_from_others(server):
+async def test_a_pause_keeps_no_connection_from_others(server):
     server.faults = [status(503, Retry_After=str(PATIENCE))]
     asked = client(server, max_connections=1)
-
-    async def run():
-        first = asyncio.create_task(asked.post(BODY, dict))
-        while not server.seen:
-            await asyncio.sleep(0.002)
-        await asyncio.gather(*(asked.post(BODY, dict) for _ in range(5)))
-        assert not first.done()
-        first.cancel()
-
-    asyncio.run(run())
+    first = asyncio.create_task(asked.post(BODY, dict))
+    await until(lambda: server.seen)
+    await asyncio.gather(*(asked.post(BODY, dict) for _ in range(5)))
+    assert not first.done()
+    first.cancel()
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, slow(1000)])
 def test_many_requests_at_once_share_the_connections(server, count):
     asked = client(server, max_connections=16)
-    bodies = [{**BODY, "prompt": [i]} for i in range(count)]
 
     async def run():
-        tasks = [asyncio.create_task(asked.post(body, lambda a: a["model"])) for body in bodies]
+        posts = (asked.post({**BODY, "prompt": [i]}, lambda a: a["model"]) for i in range(count))
+        tasks = [asyncio.create_task(post) for post in posts]
         await asyncio.sleep(0.05)
         for task in tasks[::10]:
             task.cancel()
@@ -101,10 +97,8 @@ def test_many_requests_at_once_share_the_connections(server, count):
 
     got = asyncio.run(run())
     assert sum(answer == "tiny" for answer in got) >= 0.9 * count
-    assert all(
-        answer == "tiny" or (isinstance(answer, asyncio.CancelledError) and i % 10 == 0)
-        for i, answer in enumerate(got)
-    )
+    for i, answer in enumerate(got):
+        assert answer == "tiny" or (isinstance(answer, asyncio.CancelledError) and i % 10 == 0)
     assert server.most_open <= 16
     wait_until(lambda: server.open == 0)
     assert not asked._by_loop
@@ -126,20 +120,24 @@ def test_an_answer_may_ask_to_be_asked_for_again(server):
         ask(client(server), parse=again(["busy"] * 9))
 
 
-def refuse(answer):
-    raise ValueError("no score")
+def raising(error):
+    def parse(answer):
+        raise error
+
+    return parse
 
 
 @pytest.mark.parametrize(
     ("parse", "message"),
     [
-        (refuse, "after 1 attempt: no score"),
-        (lambda answer: answer["rewards"], "after 1 attempt: .* lacks .*KeyError.'rewards'"),
-        (lambda answer: answer + 1, "after 1 attempt: .* lacks .*TypeError"),
+        (raising(ValueError("no score")), "no score"),
+        (raising(RecursionError("maximum recursion depth exceeded")), "maximum recursion depth"),
+        (lambda answer: answer["rewards"], ".* lacks .*KeyError.'rewards'"),
+        (lambda answer: answer + 1, ".* lacks .*TypeError"),
     ],
 )
 def test_an_answer_of_no_use_is_a_failure(server, parse, message):
-    with pytest.raises(HttpError, match=message):
+    with pytest.raises(HttpError, match=f"failed after 1 attempt: {message}"):
         ask(client(server), parse=parse)
     assert len(server.seen) == 1
 
@@ -159,18 +157,12 @@ def test_what_may_pass_is_tried_again(server, code):
     assert server.seen == [BODY] * 4
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "nan",
-        "-3",
-        "soon",
-        "Mon, 99 Foo 2020 00:00:00 GMT",
-        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
-        "Mon, 01 Jan 2020 00:00:00 +9999999999999999999",
-        "",
-    ],
-)
+NO_TIMES = ["nan", "-3", "soon", "", "Mon, 99 Foo 2020 00:00:00 GMT"]
+NO_TIMES += ["Mon, 01 Jan 99999999999999999999 00:00:00 GMT"]
+NO_TIMES += ["Mon, 01 Jan 2020 00:00:00 +9999999999999999999"]
+
+
+@pytest.mark.parametrize("header", NO_TIMES)
 def test_a_retry_after_that_says_nothing_is_none(server, header):
     server.faults = [status(429, Retry_After=header)]
     assert ask(client(server))["model"] == "tiny"
@@ -179,39 +171,21 @@ def test_a_retry_after_that_says_nothing_is_none(server, header):
 @pytest.mark.parametrize("header", ["3600", "inf", "Fri, 01 Jan 2100 00:00:00 GMT"])
 def test_a_retry_after_that_is_too_long_is_final(server, header):
     server.faults = [status(429, Retry_After=header)]
-    seconds = {"3600": "3600", "inf": "inf"}.get(header, r"\d+")
-    with pytest.raises(
-        HttpError, match=rf"1 attempt: status 429: .*asks to wait {seconds} seconds"
-    ):
+    seconds = r"\d+" if "Jan" in header else header
+    text = rf"1 attempt: status 429: .*asks to wait {seconds} seconds"
+    with pytest.raises(HttpError, match=text):
         ask(client(server))
 
 
-DEEP = b"[" * 100_000
-
-
 @pytest.mark.parametrize("code", [200, 400, 503])
-@pytest.mark.parametrize("deep", [DEEP, b'{"error": ' * 50_000, b"[" * 900 + b"]" * 900])
+@pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"error": ' * 50_000, b"[" * 900 + b"]" * 900])
 def test_an_answer_that_is_nested_too_deep_is_a_failure(server, code, deep):
-    def nested(handler):
-        handler.send_response(code)
-        handler.send_header("Content-Length", str(len(deep)))
-        handler.end_headers()
-        handler.wfile.write(deep)
-
     def parse(answer):
         raise ValueError(str(answer))
 
-    server.faults = [nested] * 2
+    server.faults = [lambda handler: handler.send(code, deep)] * 2
     with pytest.raises(HttpError, match=r"failed after \d attempts?: "):
         ask(client(server, max_retries=1), parse=parse)
-
-
-def test_reading_an_answer_that_nests_too_deep_is_a_failure(server):
-    def parse(answer):
-        raise RecursionError("maximum recursion depth exceeded")
-
-    with pytest.raises(HttpError, match="failed after 1 attempt: maximum recursion depth"):
-        ask(client(server), parse=parse)
 
 
 class MineError(HttpError):
@@ -226,105 +200,80 @@ def test_errors_are_of_the_kind_that_is_asked_for(server):
     assert (type(copy), str(copy)) == (MineError, str(caught.value))
 
 
-def test_closing_names_what_is_closed(server):
+async def test_closing_names_what_is_closed(server):
     server.faults = [silent] * 3
     asked = client(server, name="reward server")
-
-    async def run():
-        tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(3)]
-        while len(server.seen) < 3:
-            await asyncio.sleep(0.002)
-        await asyncio.to_thread(asked.close)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    for failure in asyncio.run(run()):
+    tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(3)]
+    await until(lambda: len(server.seen) == 3)
+    await asyncio.to_thread(asked.close)
+    for failure in await asyncio.gather(*tasks, return_exceptions=True):
         assert str(failure) == "the reward server is closed: make a new one."
-    wait_until(lambda: server.open == 0)
+    await until(lambda: server.open == 0)
     assert asked.closed
 
 
-def test_a_request_that_is_cancelled_twice_leaves_no_socket(server):
+async def test_a_request_that_is_cancelled_twice_leaves_no_socket(server):
     server.faults = [silent]
     asked = client(server)
-
-    async def run():
-        task = asyncio.create_task(asked.post(BODY, dict))
-        while not server.seen:
-            await asyncio.sleep(0.002)
-        await asyncio.gather(*(asked.post(BODY, dict) for _ in range(5)))
-        assert server.open > 2
-        for _ in range(20):
-            task.cancel()
-            await asyncio.sleep(0)
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        while server.open:
-            await asyncio.sleep(0.002)
-
-    asyncio.run(run())
+    task = asyncio.create_task(asked.post(BODY, dict))
+    await until(lambda: server.seen)
+    await asyncio.gather(*(asked.post(BODY, dict) for _ in range(5)))
+    assert server.open > 2
+    for _ in range(20):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    await until(lambda: not server.open)
     assert not asked._by_loop
 
 
 def test_a_client_serves_several_loops_at_once(server):
-    asked, got = client(server, max_connections=2), []
+    asked = client(server, max_connections=2)
 
     async def run():
         return await asyncio.gather(*(asked.post(BODY, dict) for _ in range(20)))
 
-    threads = [threading.Thread(target=lambda: got.extend(asyncio.run(run()))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 60
+    results = [in_thread(asyncio.run, run()) for _ in range(3)]
+    assert [len(result()) for result in results] == [20] * 3
     assert server.most_open <= 6
 
 
+ADDRESS = "url must begin with http…a host and…a port up to 65535"
+BAD_ADDRESSES = ["localhost:80", "http://127.0.0.1:99999/score", "http://127.0.0.1:-1"]
+BAD_ADDRESSES += ["http://127.0.0.1:port", "http://[::1/", "http:///score", "https://"]
+BAD_ADDRESSES += ["http://:80/score", "http://a\nb/"]
+NAMES = ("timeout", "max_connections", "max_retries", "backoff")
+
+
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("call", "error", "text"),
     [
-        ({"timeout": 0}, "timeout must be positive, got 0"),
-        ({"max_connections": 0}, "max_connections must be positive"),
-        ({"max_retries": -1}, "max_retries must not be negative, got -1"),
-        ({"backoff": -1}, "backoff must not be negative"),
+        refused("timeout must be positive, got 0", HttpClient, "http://a", timeout=0),
+        refused("max_connections must be positive", HttpClient, "http://a", max_connections=0),
+        refused("max_retries must not be negative, got -1", HttpClient, "http://a", max_retries=-1),
+        refused("backoff must not be negative", HttpClient, "http://a", backoff=-1),
+        *(
+            refused(
+                f"{name} must be a number, got None",
+                *(HttpClient, "http://a"),
+                error=TypeError,
+                **{name: None},
+            )
+            for name in NAMES
+        ),
+        *(refused(ADDRESS, HttpClient, url) for url in BAD_ADDRESSES),
     ],
 )
-def test_bad_clients_are_refused(kwargs, message):
-    (name,) = kwargs
-    HttpClient("http://localhost", **{name: np.float32(3)})
-    with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
-        HttpClient("http://localhost", **{name: None})
-    with pytest.raises(ValueError, match=message):
-        HttpClient("http://localhost", **kwargs)
-    with pytest.raises(ValueError, match="url must begin with http"):
-        HttpClient("localhost:80")
+def test_bad_clients_are_refused(call, error, text):
+    check_refused(call, error, text)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://127.0.0.1:99999/score",
-        "http://127.0.0.1:-1",
-        "http://127.0.0.1:port",
-        "http://[::1/",
-        "http:///score",
-        "https://",
-        "http://:80/score",
-        "http://a\nb/",
-    ],
-)
-def test_addresses_that_nothing_can_be_sent_to_are_refused(url):
-    with pytest.raises(
-        ValueError, match=r"url must begin with http.* a host and.* a port up to 65535"
-    ):
-        HttpClient(url)
-
-
-@pytest.mark.parametrize(
-    "url", ["http://[::1]:80/", "https://user:word@host.example/a?b=c", "http://h:1"]
-)
-def test_addresses_of_every_kind_are_taken(url):
-    assert HttpClient(url).url == url
+def test_addresses_and_numbers_of_every_kind_are_taken():
+    for url in ("http://[::1]:80/", "https://user:word@host.example/a?b=c", "http://h:1"):
+        assert HttpClient(url).url == url
+    for name in NAMES:
+        HttpClient("http://localhost", **{name: np.float32(3)})
 
 
 @pytest.mark.parametrize("missing", ["httpx", "tenacity"])
@@ -341,17 +290,12 @@ def test_what_json_cannot_say_is_not_sent(server, body):
     assert not server.seen
 
 
-def test_a_request_that_is_cancelled_while_it_hangs_up_leaves_no_socket(server):
+async def test_a_request_that_is_cancelled_while_it_hangs_up_leaves_no_socket(server):
     asked = client(server)
-
-    async def run():
-        tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(5)]
-        while asked._by_loop or not server.seen:  # the last one has gone, and hangs up
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while server.open:
-            await asyncio.sleep(0.002)
-
-    asyncio.run(run())
+    tasks = [asyncio.create_task(asked.post(BODY, dict)) for _ in range(5)]
+    while asked._by_loop or not server.seen:  # the last one has gone, and hangs up
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: not server.open)

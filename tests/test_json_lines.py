@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import slow
 from tests.waiting import wait_until
 from torchrl_mt.collectors import StopReason
 from torchrl_mt.json_lines import append_lines, line_of, to_json, to_line
@@ -69,10 +70,8 @@ def test_what_json_lacks():
     assert to_json([math.nan, math.inf, -math.inf]) == ["NaN", "Infinity", "-Infinity"]
     assert math.isnan(float(to_json(np.float32("nan"))))
     assert to_json((np.int64(3), torch.ones(1), torch.tensor(True))) == [3, 1.0, True]
-    assert to_json({StopReason.DONE: StopReason.DONE, 1: {2}}) == {
-        "done": "done",
-        "1": {"__repr__": "{2}"},
-    }
+    read_back = {"done": "done", "1": {"__repr__": "{2}"}}
+    assert to_json({StopReason.DONE: StopReason.DONE, 1: {2}}) == read_back
     assert to_json(endless) == [{"__repr__": "[[...]]"}]
     assert to_json(Broken()) == {"__repr__": "<Broken, whose repr raises ValueError>"}
     assert len(to_json(bytes(10**6))["__repr__"]) == 1000
@@ -87,19 +86,20 @@ def many(path: Path, writer: int, number: int) -> None:
         append_lines(path, [to_line({"writer": writer, "i": i, "text": "ä" * (997 * (i % 30))})])
 
 
-@pytest.mark.slow
-def test_threads_and_processes_lose_nothing(tmp_path):
+@pytest.mark.parametrize(("processes", "number"), [(0, 10), slow(2, 60)])
+def test_threads_and_processes_lose_nothing(processes, number, tmp_path):
     path = tmp_path / "0.jsonl"
-    workers = [FORK.Process(target=many, args=(path, w, 60)) for w in range(2)]
-    workers += [threading.Thread(target=many, args=(path, w, 60)) for w in range(2, 5)]
+    kinds = [FORK.Process] * processes + [threading.Thread] * 3
+    writers = range(len(kinds))
+    workers = [kinds[w](target=many, args=(path, w, number)) for w in writers]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     lines = read(path)
-    assert Counter(line["writer"] for line in lines) == dict.fromkeys(range(5), 60)
-    for writer in range(5):
-        assert [line["i"] for line in lines if line["writer"] == writer] == list(range(60))
+    assert Counter(line["writer"] for line in lines) == dict.fromkeys(writers, number)
+    for writer in writers:
+        assert [line["i"] for line in lines if line["writer"] == writer] == list(range(number))
     assert all(line["text"] == "ä" * (997 * (line["i"] % 30)) for line in lines)
 
 
@@ -133,17 +133,6 @@ def test_a_line_of_a_killed_process_is_cut_off(tmp_path, before):
     assert not path.read_bytes().endswith(b"\n")
     append_lines(path, [to_line("second")])
     assert read(path) == [*before, "second"]
-
-
-def test_threads_lose_nothing(tmp_path):
-    path = tmp_path / "0.jsonl"
-    threads = [threading.Thread(target=many, args=(path, w, 10)) for w in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lines = [(line["writer"], line["i"]) for line in read(path)]
-    assert sorted(lines) == [(w, i) for w in range(3) for i in range(10)]
 
 
 def test_torn_lines_of_any_length_are_cut_off(tmp_path):

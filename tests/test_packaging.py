@@ -43,9 +43,8 @@ def test_commands_install_extras_that_there_are(path):
 
 
 def test_the_examples_extra_has_agents_and_adapters():
-    (examples,) = re.findall(
-        r"\nexamples = \[(.*?)\n\]", (ROOT / "pyproject.toml").read_text(), re.S
-    )
+    text = (ROOT / "pyproject.toml").read_text()
+    (examples,) = re.findall(r"\nexamples = \[(.*?)\n\]", text, re.S)
     assert '"torchrl-mt[agents,lora]"' in examples
 
 

@@ -26,16 +26,8 @@ def test_names_and_links_that_lead_out_are_refused(tmp_path):
     os.mkfifo(folder / "pipe")
     for name in ("deep/x", "deep", "in", "new/file"):
         assert inside(folder, name) == folder / name
-    for name in (
-        "",
-        "..",
-        "../outside",
-        "deep/../../outside/x",
-        str(outside),
-        "out/x",
-        "gone",
-        "a\0",
-    ):
+    names = ["", "..", "../outside", "deep/../../outside/x", "out/x", "gone", "a\0"]
+    for name in [*names, str(outside)]:
         with pytest.raises(ValueError, match=r"lies outside|is a link out of its folder"):
             inside(folder, name)
     with pytest.raises(ValueError, match="neither a file nor a folder"):

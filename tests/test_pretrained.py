@@ -105,8 +105,10 @@ def test_learning_rates_by_size_and_kind():
     assert [pretrained.learning_rate(n, lora=False) for n in sizes] == [1e-5, 3e-6, 1e-6]
 
 
-def test_what_cannot_be_trained_is_refused_by_name(folder):
+def test_what_cannot_be_trained_is_refused_by_name(folder, tmp_path):
     model, tokenizer = tiny_chat_model("yes no")
+    with pytest.raises(OSError, match=r"there is no folder .*smollm"):
+        pretrained.load(str(tmp_path / "smollm"))
     with pytest.raises(ValueError, match="lr must be"):
         pretrained.load(folder, lr=0)
     with pytest.raises(TypeError, match="revision is for loading a model by its name"):
@@ -140,10 +142,8 @@ def test_other_families_play_and_learn(family):
         limits=Limits(max_response_tokens=6, on_cut="continue"),
         postproc=MergeTurns(pad_token_id=policy.tokenizer.pad_token_id),
     ) as collector:
-        maker, loss_module = (
-            ExperienceMaker(model, ref="base", advantage="turn"),
-            MultiTurnLoss(model),
-        )
+        maker = ExperienceMaker(model, ref="base", advantage="turn")
+        loss_module = MultiTurnLoss(model)
         for rows in collector:
             rows = maker(rows)
             ids, attended = rows["tokens", "full"], rows["masks", "all_attention_mask"]
@@ -160,6 +160,7 @@ def test_other_families_play_and_learn(family):
     changed = [not torch.equal(a, b) for a, b in zip(before, trained(policy), strict=True)]
     assert all(changed)
     assert (rows["kl"] != 0).any()
+<<<<<<< HEAD
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -184,3 +185,5 @@ def test_the_training_of_saved_adapters_goes_on(folder, tmp_path):
     injected = AutoModelForCausalLM.from_pretrained(saved)  # transformers makes no PeftModel
     with pytest.raises(ValueError, match="no adapters or be a PeftModel, got adapters in a Llama"):
         pretrained.load(injected, policy.tokenizer)
+=======
+>>>>>>> t_rest

@@ -23,12 +23,7 @@ from tests.objectives.helpers import value_model
 from tests.rank_processes import needs_gloo
 from tests.scoring.vision_rows import vl_model
 from torchrl_mt.datasets import RunCheckpoint
-from torchrl_mt.engines import (
-    TransformersEngine,
-    adapter_weights,
-    merged_weights,
-    save_adapter,
-)
+from torchrl_mt.engines import TransformersEngine, adapter_weights, merged_weights, save_adapter
 from torchrl_mt.engines.server_weights.saved_models import SavedModels
 from torchrl_mt.engines.weights import check_whole, fitting_weights
 from torchrl_mt.objectives import Advantage, ExperienceMaker, ExperiencePipeline, MultiTurnLoss
@@ -162,10 +157,9 @@ def test_a_group_of_one_changes_nothing(alone):
     rows, model = make_rows, make_model()
     loss = MultiTurnLoss(model, objective="sft", aggregation="prompt_mean")
     assert torch.equal(loss.total(rows(), process_group=alone), loss.total(rows()))
-    one = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True))(rows())
-    other = ExperienceMaker(model, advantage=Advantage("grpo", whiten=True), process_group=alone)(
-        rows()
-    )
+    advantage = Advantage("grpo", whiten=True)
+    one = ExperienceMaker(model, advantage=advantage)(rows())
+    other = ExperienceMaker(model, advantage=advantage, process_group=alone)(rows())
     assert torch.equal(one["advantage"], other["advantage"])
 
 

@@ -39,46 +39,41 @@ def test_the_quickstart_is_that_of_the_front_page():
     assert code in (README.parent / "docs" / "index.rst").read_text(encoding="utf-8")
 
 
+def output_of(code: str, folder: Path) -> str:
+    """What a program prints in a folder."""
+    (folder / "program.py").write_text(code)
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_the_loop_is_short_and_learns(tmp_path):
     """With half of its games, and the best that it promises."""
     code = code_of("## The loop")
     assert len(code.strip().splitlines()) <= 18
     assert "total_episodes=12_800" in code
-    script = tmp_path / "program.py"
-    script.write_text(code.replace("12_800", "6_400"))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    before, after, best = map(float, re.findall(r"\d\.\d+", done.stdout))
+    printed = output_of(code.replace("12_800", "6_400"), tmp_path)
+    before, after, best = map(float, re.findall(r"\d\.\d+", printed))
     assert before < 0.3
     assert 2 * before < after > 0.45  # the best without a look at the hints is 0.5
     assert best == optimal_return(numbers=4, turns=2, gamma=1.0)
 
 
-def test_importing_is_quick_and_light():
-    code = "import sys, torchrl_mt; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout.split()
+def test_importing_is_quick_and_light(tmp_path):
+    loaded = output_of("import sys, torchrl_mt; print(*sys.modules)", tmp_path).split()
     assert not {"torch", "torchrl", "transformers", "matplotlib"} & set(loaded)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
 def test_the_program_of_a_real_model_runs_with_other_families(family, tmp_path):
-    model, tokenizer = SMALL_FAMILIES[family]()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    script = tmp_path / "program.py"
-    script.write_text(real_model_program("model"))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "model: trains LoRA" in done.stdout
-    assert re.fullmatch(RESULTS, done.stdout.splitlines()[-1])
+    for part in SMALL_FAMILIES[family]():
+        part.save_pretrained(tmp_path / "model")
+    printed = output_of(real_model_program("model"), tmp_path)
+    assert "model: trains LoRA" in printed
+    assert re.fullmatch(RESULTS, printed.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -17,12 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers import examples
-from torchrl_mt.seeds import (
-    EpisodeGenerators,
-    drawing_from,
-    redirect_draws,
-    seed_of,
-)
+from torchrl_mt.seeds import EpisodeGenerators, drawing_from, redirect_draws, seed_of
 
 SOURCE = """
 import random, numpy, numpy as np
@@ -127,13 +122,8 @@ def test_the_content_determines_a_seed_of_31_bits(item, other):
 
 
 def test_a_seed_depends_neither_on_hashes_nor_on_addresses():
-    item = {
-        "a": {"x", "y", "z"},
-        "b": np.arange(3),
-        "c": object(),
-        "d": SimpleNamespace(e=object()),
-    }
-    assert seed_of(item) == 120698323
+    objects = {"c": object(), "d": SimpleNamespace(e=object())}
+    assert seed_of({"a": {"x", "y", "z"}, "b": np.arange(3), **objects}) == 120698323
 
 
 def test_long_arrays_count_whole():
@@ -143,9 +133,6 @@ def test_long_arrays_count_whole():
 
 
 def test_a_given_seed_is_the_seed():
-    assert [seed_of(data) for data in (None, {"seed": np.int64(3)}, {"seed": 0, "a": 1})] == [
-        None,
-        3,
-        0,
-    ]
+    given_seeds = (None, {"seed": np.int64(3)}, {"seed": 0, "a": 1})
+    assert [seed_of(data) for data in given_seeds] == [None, 3, 0]
     assert seed_of({"seed": None, "a": 1}) != seed_of({"seed": None, "a": 2})

@@ -12,21 +12,8 @@ import pytest
 
 from torchrl_mt.data import ClipSampler, EpisodeSampler, EpisodeStorage, PrioritizedClipSampler
 
-PACKAGES = (
-    "agents",
-    "collectors",
-    "data",
-    "datasets",
-    "engines",
-    "envs",
-    "objectives",
-    "objectives.filters",
-    "objectives.functional",
-    "testing",
-    "transforms",
-    "view",
-    "vision",
-)
+PACKAGES = ("agents", "collectors", "data", "datasets", "engines", "envs", "objectives", "testing")
+PACKAGES += ("objectives.filters", "objectives.functional", "transforms", "view", "vision")
 
 
 def public_classes() -> list[type]:
@@ -67,15 +54,11 @@ def test_a_subclass_has_the_signature_of_its_own_constructor() -> None:
     assert Small(3).max_tokens == 3
 
 
+MADE = [EpisodeStorage(5), EpisodeSampler(), ClipSampler(slice_len=2)]
+
+
 @pytest.mark.parametrize(
-    "made",
-    [
-        EpisodeStorage(5),
-        EpisodeSampler(),
-        ClipSampler(slice_len=2),
-        PrioritizedClipSampler(slice_len=2),
-    ],
-    ids=lambda made: type(made).__name__,
+    "made", [*MADE, PrioritizedClipSampler(slice_len=2)], ids=lambda made: type(made).__name__
 )
 def test_what_is_made_is_copied_and_is_no_signature(made: Any) -> None:
     assert type(pickle.loads(pickle.dumps(made))) is type(made)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.collectors.runs import collecting
 from torchrl_mt.chat import ChatTokens
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.testing import tiny_chat_model, tiny_chat_tokenizer
@@ -58,29 +59,39 @@ def test_further_roles_change_no_id_of_a_word():
     assert tiny_chat_tokenizer(WORDS.split(), extra_roles="system tool").get_vocab() == more
 
 
+class Lab(TextEnv):
+    """Says the same after each of three answers."""
+
+    def __init__(self, opening, said):
+        self.opening, self.said = opening, said
+
+    def reset(self, data=None):
+        self.calls = 0
+        return [{"role": role, "content": "look"} for role in self.opening]
+
+    def step(self, response):
+        self.calls += 1
+        return TextStep([self.said], 1.0, self.calls == 3)
+
+
+@contextmanager
+def lab(model, tokenizer, *args):
+    with (
+        closing(TransformersEngine(model, tokenizer, max_new_tokens=64)) as engine,
+        collecting(lambda: Lab(*args), engine, n=2, sampling={"seed": 0}) as collector,
+    ):
+        yield collector
+
+
 def test_a_model_talks_to_a_tool():
-    class Lab(TextEnv):
-        def reset(self, data=None):
-            self.calls = 0
-            return [{"role": "system", "content": "look"}, {"role": "user", "content": "look"}]
-
-        def step(self, response):
-            self.calls += 1
-            return TextStep([{"role": "tool", "content": "red"}], 1.0, self.calls == 3)
-
     model, tokenizer = tiny_chat_model(WORDS, extra_roles=("system", "tool"), hidden_size=32)
     assert model.config.vocab_size == len(tokenizer) == 9
-    engine = TransformersEngine(model, tokenizer, max_new_tokens=64)
-    try:
-        with MultiTurnCollector(
-            Lab, engine, episodes_per_batch=2, total_episodes=2, sampling={"seed": 0}
-        ) as collector:
-            (batch,) = collector
+    said = {"role": "tool", "content": "red"}
+    with lab(model, tokenizer, ["system", "user"], said) as collector:
+        batch = next(iter(collector))
         for prompt in batch.get(("tokens", "prompt"), as_list=True):
             assert tokenizer.decode(prompt).startswith("<system> look <end> <user> look <end>")
         assert collector.stats()["forks"] == 0
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -108,24 +119,14 @@ def test_other_errors_of_encoding_stay_what_they_are():
 
 
 def test_an_environment_with_an_unknown_word_is_rejected_with_its_name():
-    class Lab(TextEnv):
-        def reset(self, data=None):
-            return [{"role": "user", "content": "look"}]
-
-        def step(self, response):
-            return TextStep([{"role": "user", "content": "green"}], 1.0, False)
-
     torch.manual_seed(0)  # A model whose answer ends by itself.
     model, tokenizer = tiny_chat_model(WORDS, hidden_size=32)
-    engine = TransformersEngine(model, tokenizer, max_new_tokens=64)
-    try:
-        with (
-            MultiTurnCollector(Lab, engine, episodes_per_batch=1) as collector,
-            pytest.raises(RuntimeError, match="does not know the word 'green'"),
-        ):
-            next(iter(collector))
-    finally:
-        engine.close()
+    green = {"role": "user", "content": "green"}
+    with (
+        lab(model, tokenizer, ["user"], green) as collector,
+        pytest.raises(RuntimeError, match="does not know the word 'green'"),
+    ):
+        next(iter(collector))
 
 
 def test_it_is_copied_pickled_and_saved_like_any_other(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -21,6 +22,12 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "this did not happen"
         time.sleep(0.002)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds, and let the event loop go on meanwhile."""
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:

@@ -92,11 +92,7 @@ async def post(session: Any, messages: Any, **options: Any) -> dict[str, Any]:
 def ledger_of(session: Any) -> list[tuple[list[int], list[int], list[float]]]:
     """Tokens and log-probabilities of each turn."""
     return [
-        (
-            list(turn.prompt_ids),
-            list(turn.completion.token_ids),
-            list(turn.completion.log_probs),
-        )
+        (list(turn.prompt_ids), list(turn.completion.token_ids), list(turn.completion.log_probs))
         for turn in session.turns()
     ]
 

@@ -67,8 +67,7 @@ def rewards(batch):
 
 
 @pytest.mark.parametrize("agent", [Talks(), TalksInAThread(), Talks, f"{__name__}.TalksInAThread"])
-def test_an_episode_is_one_row_of_what_was_sampled(agent):
-    engine = counting_engine()
+def test_an_episode_is_one_row_of_what_was_sampled(engine, agent):
     batch, stats = batch_of(agent, engine=engine)
     assert len(batch) == 6
     assert stats["forks"] == 0
@@ -96,18 +95,18 @@ def test_forms_of_rewards(reward, expected):
     assert rewards(batch) == expected
 
 
-@pytest.mark.parametrize(
-    ("reward", "match"),
-    [
-        (lambda completions: {"chatcmpl-x": 1.0}, r"ids of this episode's completions.*chatcmpl-x"),
-        (lambda completions: [1.0], "one reward for each turn: 3 were played, got 1"),
-        (lambda completions: float("nan"), "finite rewards"),
-        (lambda completions: "good", "must return None, a number"),
-    ],
-)
-def test_rewards_that_fit_nothing_are_named(reward, match):
+UNFIT = {
+    r"ids of this episode's completions.*chatcmpl-x": {"chatcmpl-x": 1.0},
+    "one reward for each turn: 3 were played, got 1": [1.0],
+    "finite rewards": float("nan"),
+    "must return None, a number": "good",
+}
+
+
+@pytest.mark.parametrize("match", UNFIT)
+def test_rewards_that_fit_nothing_are_named(match):
     with pytest.raises(RuntimeError, match=match):
-        batch_of(Talks(reward), episodes=1)
+        batch_of(Talks(lambda completions: UNFIT[match]), episodes=1)
 
 
 def test_an_agent_may_decline():
@@ -130,19 +129,15 @@ def test_a_limit_that_is_let_through_truncates_the_episode(agent):
     assert stats["stop/max_turns"] == 1
 
 
-def test_an_error_of_the_engine_is_the_cause():
-    engine = counting_engine()
-    engine.generate = failing(OSError("the cable is out"))
-    with pytest.raises(RuntimeError, match="OSError: the cable is out"):
-        batch_of(Talks(), engine=engine)
-
-
-def test_an_error_of_the_agent_is_the_cause():
+@pytest.mark.parametrize("whose", ["engine", "agent"])
+def test_an_error_is_the_cause(engine, whose):
     def reward(completions):
-        raise KeyError("answer")
+        raise OSError("the cable is out")
 
-    with pytest.raises(RuntimeError, match="KeyError: 'answer'"):
-        batch_of(Talks(reward))
+    if whose == "engine":
+        engine.generate = failing(OSError("the cable is out"))
+    with pytest.raises(RuntimeError, match="OSError: the cable is out"):
+        batch_of(Talks(reward), engine=engine)
 
 
 class TakesAll(TalksInAThread):

@@ -11,15 +11,11 @@ from tensordict import TensorDict
 
 from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
+from tests.refusals import check_refused, refused
 from tests.tiers import few_or_many
 from torchrl_mt.agents import export_interactions
 from torchrl_mt.bridges.areal import read_result
-from torchrl_mt.collectors import (
-    Episode,
-    StopReason,
-    Turn,
-    episodes_to_tensordict,
-)
+from torchrl_mt.collectors import Episode, StopReason, Turn, episodes_to_tensordict
 from torchrl_mt.engines import Completion
 from torchrl_mt.envs import TextEnv, TextStep
 from torchrl_mt.transforms import MergeTurns
@@ -40,12 +36,8 @@ def random_turns(rng: random.Random, forks: float = 0.3) -> list[Turn]:
             prompt = [*before.prompt_ids, *before.completion.token_ids]
         prompt += [100 + k, *rng.choices(range(3), k=rng.randint(0, 2))]
         size = rng.randint(1, 3)
-        answer = Completion(
-            rng.choices(range(3), k=size),
-            [-(k + i / 4) for i in range(size)],
-            [rng.randrange(4)] * size,
-            "stop",
-        )
+        ids, log_probs = rng.choices(range(3), k=size), [-(k + i / 4) for i in range(size)]
+        answer = Completion(ids, log_probs, [rng.randrange(4)] * size, "stop")
         turns.append(Turn(prompt, answer, reward=float(rng.randint(-2, 2))))
         turns[-1].parent = parent
     return turns
@@ -54,15 +46,11 @@ def random_turns(rng: random.Random, forks: float = 0.3) -> list[Turn]:
 def session(turns, **changes):
     """What is read of a session."""
     ids = [f"chatcmpl-{k}" for k in range(len(turns))]
+    asked = [{"messages": [{"role": "user", "content": f"question {k}"}]} for k in range(len(ids))]
+    said = [{"role": "assistant", "content": f"answer {k}"} for k in range(len(ids))]
     transcript = [
-        {
-            "request": {"messages": [{"role": "user", "content": f"question {k}"}]},
-            "response": {
-                "id": f"chatcmpl-{k}",
-                "choices": [{"message": {"role": "assistant", "content": f"answer {k}"}}],
-            },
-        }
-        for k in range(len(turns))
+        {"request": request, "response": {"id": id, "choices": [{"message": message}]}}
+        for request, id, message in zip(asked, ids, said, strict=True)
     ]
     known = {"turns": lambda: turns, "completion_ids": ids, "transcript": transcript}
     return SimpleNamespace(**{**known, **changes})
@@ -83,6 +71,8 @@ def test_every_call_has_its_return_along_its_branches(examples):
         assert list(found) == [f"chatcmpl-{k}" for k in range(len(turns))]
         for k, (turn, call) in enumerate(zip(turns, found.values(), strict=True)):
             assert call.reward == reference_return(turns, k, discount)
+            assert call.messages == [{"role": "user", "content": f"question {k}"}]
+            assert call.answer == {"role": "assistant", "content": f"answer {k}"}
             assert call.id == f"chatcmpl-{k}"
             assert call.parent_id == (None if turn.parent < 0 else f"chatcmpl-{turn.parent}")
             row = {key: value[0].tolist() for key, value in call.to_tensor_dict().items()}
@@ -157,25 +147,13 @@ def lists(rows, keys):
 
 
 def test_tensors_have_the_types_of_areal():
-    (call,) = export_interactions(
-        session([Turn([1], Completion([2], [-1.0], [0], "stop"))])
-    ).values()
+    turn = Turn([1], Completion([2], [-1.0], [0], "stop"))
+    (call,) = export_interactions(session([turn])).values()
     row = call.to_tensor_dict()
-    assert {key: (value.dtype, tuple(value.shape)) for key, value in row.items()} == {
-        "input_ids": (torch.int64, (1, 2)),
-        "attention_mask": (torch.bool, (1, 2)),
-        "loss_mask": (torch.int64, (1, 2)),
-        "logprobs": (torch.float32, (1, 2)),
-        "versions": (torch.int64, (1, 2)),
-        "rewards": (torch.float32, (1,)),
-    }
-
-
-def test_messages_of_a_session_are_those_of_requests_and_responses():
-    turns = random_turns(random.Random(3))
-    for k, call in enumerate(export_interactions(session(turns)).values()):
-        assert call.messages == [{"role": "user", "content": f"question {k}"}]
-        assert call.answer == {"role": "assistant", "content": f"answer {k}"}
+    expected = dict.fromkeys(("input_ids", "loss_mask", "versions"), (torch.int64, (1, 2)))
+    expected |= {"attention_mask": (torch.bool, (1, 2)), "logprobs": (torch.float32, (1, 2))}
+    expected["rewards"] = (torch.float32, (1,))
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in row.items()} == expected
 
 
 def test_several_choices_of_one_request_and_completions_of_text_are_told_apart():
@@ -244,20 +222,18 @@ def test_nothing_was_called():
     assert export_interactions(session([]), style="concat") == {}
 
 
+def bad(text, source, **kwargs):
+    return refused(text, export_interactions, source, **kwargs)
+
+
 @pytest.mark.parametrize(
-    ("source", "keywords", "kind", "message"),
+    ("call", "error", "text"),
     [
-        (
-            Episode(None),
-            {"style": "tree"},
-            ValueError,
-            "style must be one of 'individual', 'concat'",
-        ),
-        (Episode(None), {"discount": 1.5}, ValueError, r"discount must lie in \[0, 1\], got 1.5"),
-        ([], {}, TypeError, "must be a Session, an Episode or the TensorDict .*, got list"),
-        (TensorDict({}, [2, 2]), {}, ValueError, r"batch size \[T\], got \[2, 2\]"),
+        bad("style must be one of 'individual', 'concat'", Episode(None), style="tree"),
+        bad("discount must lie in [0, 1], got 1.5", Episode(None), discount=1.5),
+        bad("a Session, an Episode or the TensorDict …, got list", [], error=TypeError),
+        bad("batch size [T], got [2, 2]", TensorDict({}, [2, 2])),
     ],
 )
-def test_wrong_arguments_are_refused(source, keywords, kind, message):
-    with pytest.raises(kind, match=message):
-        export_interactions(source, **keywords)
+def test_wrong_arguments_are_refused(call, error, text):
+    check_refused(call, error, text)

@@ -129,14 +129,8 @@ def researcher():
 
 
 @EACH_FAMILY
-def test_openai_agents(family):
-    run = researcher()
-    batch, engine = played(run["Researcher"](), family, spoken(family))
-    check_one_row(batch, engine, family)
-
-
-@EACH_FAMILY
-def test_openai_agents_in_a_stream(family, monkeypatch):
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_agents(family, stream, monkeypatch):
     run = researcher()
     runner = run["agents"].Runner
 
@@ -148,7 +142,7 @@ def test_openai_agents_in_a_stream(family, monkeypatch):
                 pass
             return result
 
-    monkeypatch.setattr(run["agents"], "Runner", Streams)
+    monkeypatch.setattr(run["agents"], "Runner", Streams if stream else runner)
     batch, engine = played(run["Researcher"](), family, spoken(family))
     check_one_row(batch, engine, family)
 
@@ -202,9 +196,8 @@ def test_smolagents(family):
 def test_the_call_that_smolagents_forces_is_refused_with_what_to_do():
     run = smol_researcher()
     exec(code("Frameworks", 1).replace(', tool_choice="auto"', ""), run)
-    with pytest.raises(
-        RuntimeError, match=r'tool_choice="required" cannot be done.*or give "auto"'
-    ):
+    refusal = r'tool_choice="required" cannot be done.*or give "auto"'
+    with pytest.raises(RuntimeError, match=refusal):
         played(run["SmolResearcher"](), QWEN25, [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from contextlib import closing
 
 import pytest
 
@@ -11,11 +12,10 @@ openai = pytest.importorskip("openai", reason="agents need the extra [agents]")
 pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.collectors.pictures import SeeingEngine  # noqa: E402
+from tests.collectors.runs import run_of  # noqa: E402
 from tests.tiers import first_fast  # noqa: E402
 from tests.vision.episodes import QWEN, family, random_image  # noqa: E402
 from torchrl_mt.agents import AgentServer, export_interactions, openai_client  # noqa: E402
-from torchrl_mt.agents.messages import identities, stored_images  # noqa: E402
-from torchrl_mt.collectors import MultiTurnCollector  # noqa: E402
 from torchrl_mt.engines import TransformersEngine  # noqa: E402
 from torchrl_mt.testing import tiny_vl_model  # noqa: E402
 from torchrl_mt.transforms import MergeTurns, VisionInputs  # noqa: E402
@@ -107,7 +107,6 @@ async def test_streams_tools_and_several_texts():
     spread = {"role": "user", "content": [{"type": "text", "text": "what "}, part(one)]}
     spread["content"] += [{"type": "text", "text": "is "}, {"type": "text", "text": "this"}]
     joined = shows("what ", one, "is this")
-    assert identities(stored_images([spread])) == identities(stored_images([joined]))
 
     async with session_of(engine, processor=family(NAME)[1]) as session:
         stream = await ask(client_of(session), [spread], stream=True)
@@ -139,41 +138,31 @@ async def test_interactions_have_their_images():
 # Refusals
 
 
-NO_URI = "messages[0].content[0]: image must be a base64 data: URI"
+def at(url):
+    return {"type": "image_url", "image_url": url}
+
+
+PLACE = "messages[0].content[0]"
+REFUSED = {
+    f"{PLACE}: image_url must be a base64 data: URI": [at({"url": "https://a.b/c"})],
+    "got '/etc/hostname': nothing is downloaded and no file is opened": [at("/etc/hostname")],
+    f"{PLACE}: image must be a base64 data: URI": [
+        {"type": "image", "path": "/etc/hostname"},
+        {"type": "image", "image": [[0]]},
+    ],
+    "must have its image under one of": [{"type": "image_url"}],
+    "messages[0]['content'][0]: image must be a base64 data: URI": [at("data:image/png,xx")],
+    "a file that Pillow can read, got 3 bytes": [at("data:image/png;base64,AAAA")],
+    "content must be text and images": [{"type": "input_audio"}],
+    "messages[0].content must be text": [part(picture(1))],
+}
 
 
 @pytest.mark.parametrize(
-    ("role", "content", "error"),
-    [
-        (
-            "user",
-            {"type": "image_url", "image_url": {"url": "https://a.b/c"}},
-            "messages[0].content[0]: image_url must be a base64 data: URI",
-        ),
-        (
-            "user",
-            {"type": "image_url", "image_url": "/etc/hostname"},
-            "got '/etc/hostname': nothing is downloaded and no file is opened for it",
-        ),
-        ("user", {"type": "image", "path": "/etc/hostname"}, NO_URI),
-        ("user", {"type": "image", "image": [[0]]}, NO_URI),
-        ("user", {"type": "image_url"}, "must have its image under one of"),
-        (
-            "user",
-            {"type": "image_url", "image_url": "data:image/png,xx"},
-            "messages[0]['content'][0]: image must be a base64 data: URI",
-        ),
-        (
-            "user",
-            {"type": "image_url", "image_url": "data:image/png;base64,AAAA"},
-            "image must be a file that Pillow can read, got 3 bytes",
-        ),
-        ("user", {"type": "input_audio"}, "content must be text and images"),
-        ("assistant", part(picture(1)), "messages[0].content must be text"),
-    ],
+    ("error", "content"), [(error, each) for error, parts in REFUSED.items() for each in parts]
 )
-async def test_other_images_are_refused(role, content, error):
-    engine = engine_of()
+async def test_other_images_are_refused(error, content):
+    engine, role = engine_of(), "assistant" if error.endswith("must be text") else "user"
     messages = [{"role": role, "content": [content]}, user("go")]
     async with session_of(engine, processor=family(NAME)[1]) as session:
         reply = await session.http_client.post("/chat/completions", json={"messages": messages})
@@ -234,11 +223,14 @@ class Looks:
     """Shows two images, one after the other."""
 
     async def run(self, data, *, base_url, api_key, http_client):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        return await self.look(client, data)
+
+    async def look(self, client, data):
         messages = []
         for image in data["images"]:
             messages.append(shows("what", StoredImage.of(image)))
-            reply = await http_client.post("/chat/completions", json={"messages": messages})
-            messages.append(reply.json()["choices"][0]["message"])
+            messages.append((await ask(client, messages)).choices[0].message)
         return 1.0
 
 
@@ -246,13 +238,7 @@ class LooksByClient:
     """The same as a workflow."""
 
     async def arun_episode(self, engine, data):
-        client = openai_client(engine, processor=family(NAME)[1])
-        messages = []
-        for image in data["images"]:
-            messages.append(shows("what", StoredImage.of(image)))
-            reply = await client.chat.completions.create(model="policy", messages=messages)
-            messages.append(reply.choices[0].message)
-        return 1.0
+        return await Looks().look(openai_client(engine, processor=family(NAME)[1]), data)
 
 
 @pytest.mark.parametrize("program", [Looks, LooksByClient])
@@ -260,13 +246,9 @@ def test_episodes_of_agents_become_rows_with_images(program):
     model, processor = family(NAME)
     one, two = picture(1), picture(2)
     data = [{"images": [base64.b64decode(i.data_uri().partition(",")[2]) for i in (one, two)]}]
-    engine = TransformersEngine(model, processor, max_new_tokens=3)
-    with MultiTurnCollector(
-        program(), engine, data, processor=processor, episodes_per_batch=2, group_size=2,
-        total_episodes=2,
-    ) as collector:  # fmt: skip
-        (batch,) = list(collector)
-    engine.close()
+    options = {"processor": processor, "n": 2, "group_size": 2, "total_episodes": 2}
+    with closing(TransformersEngine(model, processor, max_new_tokens=3)) as engine:
+        ((batch,), _) = run_of(program(), engine, data, **options)
     assert batch.get(NEW).tolist() == [(one,), (two,)] * 2
     rows = VisionInputs(processor)(MergeTurns()(batch))
     assert rows.get(RAW).tolist() == [(one, two)] * 2

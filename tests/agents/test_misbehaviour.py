@@ -263,17 +263,10 @@ def test_misbehaviour_stays_in_its_episode(number, monkeypatch):
     items = items_of(number, num_hang)
     engine = Engine([item["word"] for item in items])
     kinds = itertools.cycle([InProcess, InAThread])
-    collector = collecting(
-        lambda: next(kinds)(),
-        engine,
-        items,
-        n=20,
-        cycle=False,
-        max_concurrency=32,
-        max_consecutive_failures=number,
-        max_staleness=10**6,
-        limits=Limits(max_turns=MAX_TURNS, episode_timeout=LIMIT),
-    )
+    options = {"n": 20, "cycle": False, "max_concurrency": 32, "max_staleness": 10**6}
+    options["limits"] = Limits(max_turns=MAX_TURNS, episode_timeout=LIMIT)
+    options["max_consecutive_failures"] = number
+    collector = collecting(lambda: next(kinds)(), engine, items, **options)
     accepted, known = {}, set()
 
     def let_time_pass():

@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.pages import DOCS, code_of  # noqa: E402
 from tests.tiers import slow  # noqa: E402
+<<<<<<< HEAD
 from torchrl_mt.agents import (  # noqa: E402
     AgentProgram,
     AgentServer,
@@ -21,6 +22,10 @@ from torchrl_mt.agents import (  # noqa: E402
     requests,
 )
 from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
+=======
+from torchrl_mt.agents import AgentProgram, AgentServer, export_interactions, requests  # noqa: E402
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
+>>>>>>> t_rest
 
 from .helpers import counting_engine, user  # noqa: E402
 from .test_collecting import TalksInAThread  # noqa: E402
@@ -49,9 +54,14 @@ def saying(word):
 
 def names(engine, item):
     """What the page's code takes for granted."""
+<<<<<<< HEAD
     found = {}
     exec(code("======").split("\n\n")[0], found)
     return found | {"MultiTurnCollector": few, "engine": engine, "data": [item]}
+=======
+    known = {"AgentOptions": AgentOptions, "CollectorOptions": CollectorOptions, "openai": openai}
+    return {**known, "MultiTurnCollector": few, "engine": engine, "data": [item]}
+>>>>>>> t_rest
 
 
 def played(run):
@@ -127,27 +137,17 @@ def test_a_command_of_the_shell(tmp_path, monkeypatch):
     assert [run["reward"]("one", transcript, code, "") for code in (0, 1)] == [1.0, None]
 
 
-def test_the_server_without_a_collector(capsys):
-    engine = counting_engine()
-
+def test_the_server_without_a_collector(engine, capsys):
     def program(base_url, api_key):
         TalksInAThread().run({"turns": 2}, base_url=base_url, api_key=api_key, http_client=None)
 
-    run = {
-        "asyncio": asyncio,
-        "AgentServer": AgentServer,
-        "Limits": Limits,
-        "engine": engine,
-        "program": program,
-        "export_interactions": export_interactions,
-    }
+    run = {"asyncio": asyncio, "AgentServer": AgentServer, "Limits": Limits, "engine": engine}
+    run |= {"program": program, "export_interactions": export_interactions}
     section = "The server without a collector"
     exec(code(section), run)
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
-        f"{parent} {len(prompt)} {answer.token_ids}"
-        for parent, (prompt, answer) in zip((-1, 0), engine.calls, strict=True)
-    ]
+    ((first, one), (second, two)) = engine.calls
+    assert said[:2] == [f"-1 {len(first)} {one.token_ids}", f"0 {len(second)} {two.token_ids}"]
     assert "prompt_tokens" in said[2]
     exec(code(section, 1), run)
     assert "tensor(4)" in capsys.readouterr().out
@@ -170,20 +170,17 @@ def test_the_fields_of_the_page_are_those_of_requests(kind):
         assert fields <= set(requests._NEUTRAL)
 
 
-same = {"role": "assistant", "content": "two"}
-
-
 @pytest.mark.parametrize(
-    ("echo", "forks"),
+    ("changed", "forks"),
     [
-        (same, 0),
-        ({**same, "content": [{"type": "text", "text": "two"}]}, 0),
-        ({**same, "reasoning_content": "hm", "name": "a", "refusal": None}, 0),
-        ({**same, "content": "three"}, 1),
+        ({}, 0),
+        ({"content": [{"type": "text", "text": "two"}]}, 0),
+        ({"reasoning_content": "hm", "name": "a", "refusal": None}, 0),
+        ({"content": "three"}, 1),
     ],
 )
-def test_what_goes_on_and_what_forks(echo, forks):
-    engine = saying("two")
+def test_what_goes_on_and_what_forks(changed, forks):
+    engine, echo = saying("two"), {"role": "assistant", "content": "two", **changed}
 
     class Echoes:
         async def run(self, data, *, base_url, api_key, http_client):
@@ -203,13 +200,11 @@ def test_a_thread_whose_time_is_up_is_refused():
     done, codes = threading.Event(), []
 
     class Slow(TalksInAThread):
-        def run(self, data, *, base_url, api_key, http_client, session):
+        def run(self, data, *, session, **connection):
             while not session.is_closed:
                 done.wait(0.01)
             try:
-                return super().run(
-                    {"turns": 1}, base_url=base_url, api_key=api_key, http_client=http_client
-                )
+                return super().run({"turns": 1}, **connection)
             except Exception as error:
                 codes.append(error.code)
                 done.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import closing
 from itertools import pairwise
 
@@ -15,11 +14,13 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.idle_clock import LIMIT, Loop  # noqa: E402
 from tests.tiers import slow  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from torchrl_mt.agents import AgentServer  # noqa: E402
 from torchrl_mt.collectors import Limits  # noqa: E402
 from torchrl_mt.engines import Completion  # noqa: E402
 
 from .helpers import (  # noqa: E402
+    WORDS,
     ask,
     check_stream,
     client_of,
@@ -36,9 +37,7 @@ SOCKETS = pytest.mark.parametrize("socket", [False, True], ids=["in-process", "s
 
 
 @SOCKETS
-async def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(socket):
-    engine = counting_engine()
-
+async def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(engine, socket):
     async with session_of(engine) as session:
         client = client_of(session, socket=socket)
         messages = [user("one")]
@@ -54,13 +53,11 @@ async def test_a_call_is_a_turn_with_exactly_what_the_engine_gave(socket):
 
 
 @pytest.mark.parametrize("number_of_sessions", [8, slow(64)])
-async def test_sessions_at_once_do_not_mix(number_of_sessions):
-    engine = counting_engine()
-
+async def test_sessions_at_once_do_not_mix(engine, number_of_sessions):
     async def play(server, number):
         session = server.open(number)
         client = client_of(session, socket=number % 2 == 0)
-        messages = [user(["one", "two", "three", "four"][number % 4])]
+        messages = [user(WORDS[number % 4])]
         for _ in range(8):
             completion = await ask(client, messages)
             messages += [completion.choices[0].message, user("three")]
@@ -69,9 +66,8 @@ async def test_sessions_at_once_do_not_mix(number_of_sessions):
         return found
 
     async with AgentServer(engine) as server:
-        ledgers = await asyncio.gather(
-            *(play(server, number) for number in range(number_of_sessions))
-        )
+        sessions = (play(server, number) for number in range(number_of_sessions))
+        ledgers = await asyncio.gather(*sessions)
     assert [len(ledger) for ledger in ledgers] == [8] * number_of_sessions
     assert sorted(turn for ledger in ledgers for turn in ledger) == sorted(ledger_of_engine(engine))
     for ledger in ledgers:
@@ -90,7 +86,8 @@ async def test_keys():
         transport = httpx.AsyncHTTPTransport()
         async with httpx.AsyncClient(transport=transport) as plain:
             url = f"{session.base_url}/chat/completions"
-            for key in (b"", b"Bearer x", "Bearer sk-1-é".encode()):
+            basic = f"Basic {session.api_key}".encode()  # another scheme
+            for key in (b"", b"Bearer x", "Bearer sk-1-é".encode(), basic):
                 reply = await plain.post(url, json={}, headers={"Authorization": key})
                 assert reply.status_code == 401
                 assert set(reply.json()["error"]) >= {"message", "type", "param"}
@@ -115,36 +112,21 @@ async def test_limits_are_named_with_status_400(socket, stream):
         assert len(session.turns()) == 1
 
 
-async def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine():
-    engine, asked = counting_engine(), []
-    generate = engine.generate
+async def test_fields_that_change_nothing_are_accepted_and_the_others_reach_the_engine(engine):
+    generate, asked = engine.generate, []
 
     async def note(prompt_ids, **sampling):
         asked.append(sampling)
         return await generate(prompt_ids, **sampling)
 
     engine.generate = note
-
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True}
+    ignored |= {"tools": [], "n": 1, "presence_penalty": 0.0}
+    used = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
     async with session_of(engine) as session:
-        await ask(
-            client_of(session),
-            [user("one")],
-            user="u",
-            metadata={"a": "b"},
-            store=False,
-            parallel_tool_calls=True,
-            tools=[],
-            n=1,
-            presence_penalty=0.0,
-            seed=3,
-            stop="two",
-            temperature=0.5,
-            top_p=0.9,
-            max_completion_tokens=5,
-        )
-    assert asked == [
-        {"max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["two"]}
-    ]
+        more = {"stop": "two", "max_completion_tokens": 5}
+        await ask(client_of(session), [user("one")], **ignored, **used, **more)
+    assert asked == [{**used, "max_new_tokens": 5, "stop": ["two"]}]
 
 
 @SOCKETS
@@ -156,9 +138,7 @@ async def test_a_stream_has_the_parts_of_the_whole(socket):
         assert len(session.turns()) == 2
 
 
-async def test_tokens_in_tokens_out():
-    engine = counting_engine()
-
+async def test_tokens_in_tokens_out(engine):
     async with session_of(engine) as session:
         client = client_of(session)
         done = await client.completions.create(model="any", prompt=[3, 4, 5], max_tokens=7)
@@ -180,11 +160,8 @@ async def test_models_beside_the_policy_make_no_turns():
         for model in ("judge", "gpt-4o", "policy"):
             await client.chat.completions.create(model=model, messages=[user("one")])
         assert len(session.turns()) == 2
-        assert [entry["request"]["model"] for entry in session.transcript] == [
-            "judge",
-            "gpt-4o",
-            "policy",
-        ]
+        asked = [entry["request"]["model"] for entry in session.transcript]
+        assert asked == ["judge", "gpt-4o", "policy"]
     assert (len(engine.calls), len(judge.calls)) == (2, 1)
 
 
@@ -198,8 +175,7 @@ async def test_a_client_that_goes_away_cancels_its_call_and_leaves_no_turn(socke
         asking.cancel()
         await asyncio.wait([asking])
         await client.close()
-        while not engine.cancelled:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.cancelled)
         assert session.turns() == []
         assert session.transcript == []
 
@@ -208,9 +184,7 @@ def retried(number):
     return {"x-stainless-retry-count": str(number)}
 
 
-async def test_a_retry_is_answered_from_the_record_and_the_same_question_is_not():
-    engine = counting_engine()
-
+async def test_a_retry_is_answered_from_the_record_and_the_same_question_is_not(engine):
     async with session_of(engine) as session:
         client = client_of(session)
         first = await ask(client, [user("one")])
@@ -231,8 +205,7 @@ async def test_a_retry_joins_the_call_in_progress():
         second = asyncio.ensure_future(
             ask(client_of(session, socket=True), [user("one")], extra_headers=retried(1))
         )
-        while session.num_waiting < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: session.num_waiting == 2)
         first.cancel()  # The other still waits.
         engine.gate.set()
         await second
@@ -240,25 +213,7 @@ async def test_a_retry_joins_the_call_in_progress():
         assert len(engine.calls) == len(session.turns()) == 1
 
 
-async def test_a_lost_reply_that_nobody_asks_for_again_is_no_turn():
-    engine = gated_engine()
-    async with AgentServer(engine) as server:
-        session = server.open()
-        content = json.dumps({"messages": [user("one")]}).encode()
-        lost = session.call("chat", content)
-        engine.gate.set()
-        await lost.wait()
-        kept = session.call("chat", content)
-        await kept.wait()
-        kept.is_delivered = True
-        assert len(session.turns()) == 2
-        await session.close()
-        (turn,) = session.turns()
-        assert turn is kept.turn
-
-
-async def test_an_engine_that_fails_is_status_500_with_its_name():
-    engine = counting_engine()
+async def test_an_engine_that_fails_is_status_500_with_its_name(engine):
     engine.generate = failing(OSError("the cable is out"))
 
     async with session_of(engine) as session:
@@ -310,21 +265,13 @@ def test_an_idle_session_ends_by_itself():
         loop.run_until_complete(main())
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"max_body_bytes": 0}, "max_body_bytes"),
-        ({"max_requests": 0}, "max_requests"),
-        ({"idle_timeout": 0}, "idle_timeout"),
-    ],
-)
-def test_options_out_of_range_are_named(options, match):
-    with pytest.raises(ValueError, match=match):
-        AgentServer(counting_engine(), **options)
+@pytest.mark.parametrize("name", ["max_body_bytes", "max_requests", "idle_timeout"])
+def test_options_out_of_range_are_named(engine, name):
+    with pytest.raises(ValueError, match=name):
+        AgentServer(engine, **{name: 0})
 
 
-async def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn():
-    engine = counting_engine()
+async def test_a_stop_string_ends_the_text_and_the_next_prompt_ends_the_turn(engine):
     tokenizer = engine.tokenizer
     sampled = tokenizer("one four two")["input_ids"]
 

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from tests.buffers import buffer_of
 from tests.collectors.test_dump import played
+from tests.refusals import check_refused, refused
 from torchrl_mt.audit import audit_rows
 from torchrl_mt.audit.__main__ import main
 from torchrl_mt.collectors import (
@@ -31,6 +32,7 @@ from torchrl_mt.transforms import MergeTurns
 
 FULL, MASK = ("tokens", "full"), ("masks", "all_assistant_mask")
 LOG_PROBS, VERSIONS = ("log_probs", "full"), ("versions", "full")
+OTHER_KEYS = (("masks", "all_attention_mask"), ("turns", "full"))
 NEW = 99
 """A token that no episode has."""
 
@@ -96,14 +98,7 @@ def left_padded(rows):
     """The same rows, with padding on the left."""
     out = rows.clone()
     for k, kept in enumerate(rows["masks", "all_attention_mask"].sum(1).tolist()):
-        for key in (
-            FULL,
-            MASK,
-            ("masks", "all_attention_mask"),
-            LOG_PROBS,
-            VERSIONS,
-            ("turns", "full"),
-        ):
+        for key in (FULL, MASK, *OTHER_KEYS, LOG_PROBS, VERSIONS):
             out[key][k] = rows[key][k].roll(rows[FULL].shape[1] - kept)
     return out
 
@@ -142,18 +137,8 @@ def test_what_was_merged_is_clean(episodes, form, source, random):
     assert "not checked" in str(named(alone)["never trained"])
 
 
-KINDS = [
-    "mask",
-    "shift",
-    "env",
-    "padding",
-    "token",
-    "log_prob",
-    "version",
-    "fork",
-    "twice",
-    "dropped",
-]
+KINDS = ["mask", "shift", "env", "padding", "token", "log_prob", "version", "fork", "twice"]
+KINDS += ["dropped"]
 
 
 def planted(draw, kind, rows):
@@ -273,32 +258,20 @@ def test_rows_tell_some_faults_by_themselves():
     again = rows.clone()
     again[MASK][1, 1:3] = True
     found = named(audit_rows(again))["trained once"]
-    assert (found.ok, found.count, str(found.first)) == (
-        False,
-        2,
-        "row 1, episode 4, turn 2, token 1: 5",
-    )
-    for key, value, check in (
-        (LOG_PROBS, 0.5, "log-probs"),
-        (LOG_PROBS, torch.nan, "log-probs"),
-        (VERSIONS, -1, "versions"),
-        (VERSIONS, 0, "versions"),
-    ):
+    assert (found.ok, found.count) == (False, 2)
+    assert str(found.first) == "row 1, episode 4, turn 2, token 1: 5"
+    for key, value in ((LOG_PROBS, 0.5), (LOG_PROBS, torch.nan), (VERSIONS, -1), (VERSIONS, 0)):
         broken = rows.clone()
         broken[key][0, 2] = value
-        assert failed(audit_rows(broken)) == {check}
+        assert failed(audit_rows(broken)) == {"log-probs" if key is LOG_PROBS else "versions"}
     first = rows.clone()
     first[MASK][0, 0] = True
     assert "masks" in failed(audit_rows(first))
     assert failed(audit_rows(torch.cat([rows, rows[:1]]))) == {"duplicates", "trained once"}
     other = rows.clone()
     other["episode"] += 1
-    assert str(named(audit_rows(torch.cat([rows, other])))["equal rows"]).split()[:4] == [
-        "noted",
-        "equal",
-        "rows",
-        "2",
-    ]
+    noted = str(named(audit_rows(torch.cat([rows, other])))["equal rows"])
+    assert noted.split()[:4] == ["noted", "equal", "rows", "2"]
 
 
 def test_a_model_recomputes_what_it_sampled(model, tokenizer):
@@ -341,29 +314,25 @@ def test_rows_of_nothing_are_no_error():
     assert failed(audit_rows(rows, rows)) == {"masks"}
 
 
+TORN = {"input_ids": torch.ones(1, 2), "responses": torch.zeros(1, 1)}
+
+
 @pytest.mark.parametrize(
-    ("rows", "error", "match"),
+    ("call", "error", "text"),
     [
-        (3, TypeError, "rows must be a path.*got int"),
-        ("/nowhere", FileNotFoundError, "rows: .*/nowhere"),
-        ({"prompt_ids": torch.ones(1, 1)}, ValueError, "rows must have 'completion_ids'.*NoneType"),
-        (
-            {"input_ids": torch.ones(1, 2), "responses": torch.zeros(1, 1)},
-            ValueError,
-            "last columns",
+        refused("rows must be a path…got int", audit_rows, 3, error=TypeError),
+        refused("rows: …/nowhere", audit_rows, "/nowhere", error=FileNotFoundError),
+        refused(
+            "must have 'completion_ids'…NoneType", audit_rows, {"prompt_ids": torch.ones(1, 1)}
         ),
-        (
-            TensorDict(a=torch.ones(2), batch_size=[2]),
-            ValueError,
-            "rows must be rows or whole episodes",
-        ),
-        ([{"prompt_len": 1}], ValueError, "'token_ids'"),
-        ([], ValueError, "at least one row"),
+        refused("last columns", audit_rows, TORN),
+        refused("rows or whole episodes", audit_rows, TensorDict(a=torch.ones(2), batch_size=[2])),
+        refused("'token_ids'", audit_rows, [{"prompt_len": 1}]),
+        refused("at least one row", audit_rows, []),
     ],
 )
-def test_bad_input_is_named(rows, error, match):
-    with pytest.raises(error, match=match):
-        audit_rows(rows)
+def test_bad_input_is_named(call, error, text):
+    check_refused(call, error, text)
 
 
 @pytest.mark.slow

@@ -17,11 +17,10 @@ from torchrl_mt.envs import Arithmetic, ChatEnvAdapter, GuessNumber, TextEnv
 
 @dataclass(frozen=True)
 class Case:
-    """An environment, and how to play in it."""
+    """An environment, an episode's data, and how to play in it."""
 
     make: Callable[..., TextEnv]
     data: Any
-    """An episode's data."""
     goes_on: str
     """A response that the environment answers."""
     ends: str
@@ -30,23 +29,19 @@ class Case:
     """Data that is refused."""
 
 
+def rewarded_chat():
+    return ChatEnvAdapter(lambda: ChatEnv().append_transform(GSM8KRewardParser()))
+
+
+SUM, CHAT = {"expression": "(3 + 4) * 12"}, {"query": "3 + 4?", "answer": "#### 7"}
+TOO_LARGE = {"expression": "1 / 0"}
 CASES = {
     "GuessNumber": Case(GuessNumber, {"number": 7}, "8", "7", {"number": 0}),
-    "Arithmetic": Case(
-        Arithmetic,
-        {"expression": "(3 + 4) * 12"},
-        "<calc>3 + 4</calc>",
-        "<answer>84</answer>",
-        {"expression": "1 / 0"},
-    ),
-    "ChatEnvAdapter": Case(
-        lambda: ChatEnvAdapter(lambda: ChatEnv().append_transform(GSM8KRewardParser())),
-        {"query": "3 + 4?", "answer": "#### 7"},
-        "hm",
-        "<answer>7</answer>",
-        3,
-    ),
+    "Arithmetic": Case(Arithmetic, SUM, "<calc>3 + 4</calc>", "<answer>84</answer>", TOO_LARGE),
+    "ChatEnvAdapter": Case(rewarded_chat, CHAT, "hm", "<answer>7</answer>", 3),
 }
+
+
 GAMES = {"GuessNumber": GuessNumber, "Arithmetic": Arithmetic}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 each_game = pytest.mark.parametrize("game", GAMES.values(), ids=GAMES)

@@ -176,8 +176,7 @@ def main(folder, kills):
                 die()  # This save made fewer calls: it had less to delete.
 
             status = runs.end(
-                "killed",
-                before=lambda n=how[1], act=save_and_die: runs.instead_of_a_save(n, act),
+                "killed", before=lambda n=how[1], act=save_and_die: runs.instead_of_a_save(n, act)
             )
         found = [x.name for x in checkpoints.glob("checkpoint-*")]
         unfinished = sum(name.endswith(".tmp") for name in found)

@@ -29,9 +29,7 @@ def weights_of(launcher, out, *more, updates=2):
     command += ["--updates", str(updates), "--out", str(out), "--device", "cpu", *more]
     command = ["-m", *command] if launcher else command
     subprocess.run(
-        [sys.executable, *command],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     return torch.load(out / "weights.pt")
 

@@ -28,6 +28,16 @@ BAD_ARGUMENTS = [
     *(("pixel_agent", ["--side", "1"]), ("pixel_agent", ["--device", "nowhere"])),
     *(("pendulum_clips", ["--steps", "0"]), ("pendulum_clips", ["--slice-len", "101"])),
 ]
+
+
+def refusal(capsys, module, *arguments):
+    """What a program says that ends at once, with the status of wrong arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        module.main([*map(str, arguments)])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
 each_example = pytest.mark.parametrize("name", SHORT)
 one_example_fast = pytest.mark.parametrize("name", first_fast(SHORT))
 
@@ -68,18 +78,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
     module = load(name)
     monkeypatch.setattr(module, "train", lambda *args: pytest.fail("work had begun"))
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stopped:
-        module.main(["--out", str(tmp_path / "file" / "out")])
-    assert stopped.value.code == 2
-    assert "--out: cannot write into" in capsys.readouterr().err
+    told = refusal(capsys, module, "--out", tmp_path / "file" / "out")
+    assert "--out: cannot write into" in told
 
 
 @pytest.mark.parametrize(("name", "arguments"), BAD_ARGUMENTS)
 def test_bad_arguments_are_refused(load, name, arguments, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        load(name).main([*arguments, "--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    assert arguments[0] in refusal(capsys, load(name), *arguments, "--out", tmp_path)
 
 
 @one_example_fast
@@ -96,10 +101,7 @@ def test_control_c_stops_cleanly(load, name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["masked_cartpole", "pendulum_clips", "pixel_agent"])
 def test_a_folder_with_a_run_is_refused(load, name, tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(SystemExit) as stopped:
-        load(name).main(["--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "has a run: --resume goes on" in capsys.readouterr().err
+    assert "has a run: --resume goes on" in refusal(capsys, load(name), "--out", tmp_path)
 
 
 @each_example

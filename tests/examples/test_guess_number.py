@@ -23,11 +23,8 @@ QUICK = SHORT["guess_number"].split()
 @pytest.mark.slow
 def test_it_learns(example, tmp_path):
     """From imitation of random games to well above it, on a game small enough for a minute."""
-    args = [
-        *("--numbers", "8", "--turns", "4", "--updates", "30", "--warm-start-steps", "120"),
-        *("--eval-episodes", "512", "--seed", "0", "--out", str(tmp_path)),
-    ]
-    reached = example.train(example.parse(args))
+    args = "--numbers 8 --turns 4 --updates 30 --warm-start-steps 120 --eval-episodes 512 --seed 0"
+    reached = example.train(example.parse([*args.split(), "--out", str(tmp_path)]))
     assert reached["before"] < 0.76  # random guesses that keep to the hints are worth 0.710
     assert reached["after"] > reached["before"] + 0.05
     assert reached["after"] > 0.93 * reached["optimum"]
@@ -62,21 +59,18 @@ def test_a_saved_model_is_trained_without_warm_start(example, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "message"),
-    [
-        ("chat_template", "must have a chat template"),
-        ("eos_token", "must have an end-of-turn token"),
-    ],
+    ("attribute", "what"),
+    [("chat_template", "a chat template"), ("eos_token", "an end-of-turn token")],
 )
 def test_an_unusable_tokenizer_ends_the_run_before_it_begins(
-    example, tmp_path, capsys, attribute, message
+    example, tmp_path, capsys, attribute, what
 ):
     pytest.importorskip("peft", reason="LoRA needs the extra [lora]")
     tokenizer = CHATML.on(byte_level())
     setattr(tokenizer, attribute, None)
     args = [*QUICK, "--model", save_model(tmp_path, tokenizer), "--out", str(tmp_path / "out")]
     assert example.main(args) == 1
-    assert message in capsys.readouterr().err
+    assert f"must have {what}" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -98,17 +92,8 @@ def test_a_full_disk_ends_the_run_with_what_was_logged(example, tmp_path, capsys
 
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(tmp_path):
-    command = [
-        *(
-            sys.executable,
-            str(EXAMPLES / "guess_number.py"),
-            "--out",
-            str(tmp_path),
-            "--updates",
-            "500",
-        ),
-        *("--warm-start-steps", "5", "--eval-episodes", "16"),
-    ]
+    command = [sys.executable, str(EXAMPLES / "guess_number.py"), "--out", str(tmp_path)]
+    command += ["--updates", "500", "--warm-start-steps", "5", "--eval-episodes", "16"]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     shown = ""
     while "return=" not in shown:  # the bar shows the running return after the first update
@@ -158,13 +143,10 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(example, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 def test_a_run_that_is_killed_twenty_times_goes_on_as_if_undisturbed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, killed_runs.__file__, str(tmp_path), "20"]
     run = subprocess.run(
-        [sys.executable, killed_runs.__file__, str(tmp_path), "20"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment
     )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
@@ -175,9 +157,7 @@ def test_a_run_that_is_killed_twenty_times_goes_on_as_if_undisturbed(tmp_path):
     assert any(len(kill["found"]) - kill["unfinished"] > 3 for kill in log)
     assert len({tuple(sorted(kill["found"])) for kill in log}) >= 10
     assert report["end"] == 0
-    assert report["left"] == [
-        "arguments.json",
-        *(f"checkpoint-{killed_runs.UPDATES - k}" for k in (2, 1, 0)),
-    ]
+    last = [f"checkpoint-{killed_runs.UPDATES - k}" for k in (2, 1, 0)]
+    assert report["left"] == ["arguments.json", *last]
     check_equal(report["killed"], report["undisturbed"])
     assert len({row["data_order"] for row in report["killed"]}) == killed_runs.UPDATES

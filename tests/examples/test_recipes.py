@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -102,7 +101,7 @@ def test_the_expert_of_the_dialogues_on_disk_is_right(load, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [[], [1], [0, 2]])
-def test_each_call_of_the_agent_is_rewarded_for_its_field(load, wrong):
+async def test_each_call_of_the_agent_is_rewarded_for_its_field(load, wrong):
     recipe = load("openai_agent", short=False)
     data = next(recipe.orders(recipe.GOODS, recipe.CITIES, seed=0))
     asked = []
@@ -112,26 +111,12 @@ def test_each_call_of_the_agent_is_rewarded_for_its_field(load, wrong):
         value = list(data["fields"].values())[len(asked) - 1]
         message = {"role": "assistant", "content": None if len(asked) - 1 in wrong else value}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return httpx.Response(
-            200,
-            json={
-                "id": "1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "policy",
-                "choices": [choice],
-            },
-        )
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy"}
+        return httpx.Response(200, json={**body, "choices": [choice]})
 
-    async def play():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await recipe.Clerk().run(
-                data, base_url="http://model/v1", api_key="key", http_client=client
-            )
-
-    assert asyncio.run(play()) == [float(call not in wrong) for call in range(3)]
-    assert [messages[-1]["content"] for messages in asked] == [
-        f"{data['order']}\ngoods?",
-        "number?",
-        "city?",
-    ]
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        connection = {"base_url": "http://model/v1", "api_key": "key", "http_client": client}
+        rewards = await recipe.Clerk().run(data, **connection)
+    assert rewards == [float(call not in wrong) for call in range(3)]
+    questions = [f"{data['order']}\ngoods?", "number?", "city?"]
+    assert [messages[-1]["content"] for messages in asked] == questions

@@ -12,12 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-)
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from torchrl_mt._hosts import tensordict as hosts
 from torchrl_mt.data._store.steps import Objects, Rows, Steps, pack

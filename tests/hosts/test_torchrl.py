@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_mt._hosts import torchrl as hosts
@@ -35,30 +32,6 @@ def test_a_buffer_that_is_yet_to_be_made_is_not_made():
     late = ReplayBuffer(storage=lambda: LazyTensorStorage(10), delayed_init=True)
     hosts.writer_of(late)
     assert not late.initialized
-
-
-# ---- classes with TorchRL's metaclasses ---------------------------------------------------------
-
-
-def test_the_hosts_metaclass_hides_what_a_class_is_made_with():
-    class Hidden(RandomSampler):
-        def __init__(self, span): ...
-
-    class Shown(Hidden):
-        __signature__ = hosts.ConstructorSignature()
-
-    assert [*signature(Hidden).parameters] != ["span"]
-    assert [*signature(Shown).parameters] == ["span"]
-
-
-def test_the_metaclass_of_samplers_takes_replacement_for_a_choice_of_class():
-    class Mine(Sampler):
-        def __init__(self, *, replacement): ...
-
-        def sample(self, storage, batch_size): ...
-
-    with pytest.raises(TypeError, match="replacement"):
-        Mine(replacement=False)
 
 
 # ---- wrappers of language models ----------------------------------------------------------------

@@ -4,23 +4,14 @@ import pytest
 import torch
 import transformers
 
-from torchrl_mt._hosts.transformers import (
-    attention_implementation,
-    cache_argument,
-)
+from torchrl_mt._hosts.transformers import attention_implementation, cache_argument
 
-SIZES = {
-    "vocab_size": 8,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-}
+SMALL = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+SMALL |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
 
 
 def llama(**options):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | options)).eval()
 
 
 # --- Models that score rows -----------------------------------------------------------------------

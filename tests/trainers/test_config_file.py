@@ -38,6 +38,7 @@ def reward(messages, item):
     import tasks_of_a_run_later
     return tasks_of_a_run_later.VALUE
 """
+ITEMS = [{"number": 1}, {"number": 2}]
 BASE = """
 model = "model"
 task = "tasks_of_a_run.Task"
@@ -63,14 +64,19 @@ def write(tmp_path, monkeypatch):
     def written(more="", **changes):
         text = BASE
         for key, value in changes.items():
-            text = re.sub(
-                rf"^{key} = .*$", "" if value is None else f"{key} = {value}", text, flags=re.M
-            )
-        path = tmp_path / "run.toml"
-        path.write_text(text + more)
-        return path
+            line = "" if value is None else f"{key} = {value}"
+            text = re.sub(rf"^{key} = .*$", line, text, flags=re.M)
+        (tmp_path / "run.toml").write_text(text + more)
+        return tmp_path / "run.toml"
 
     return written
+
+
+def error_of(capsys, *arguments):
+    """What a command says that ends at once."""
+    with pytest.raises(SystemExit):
+        main(["train", *map(str, arguments)])
+    return capsys.readouterr().err
 
 
 def test_a_file_is_the_call_with_its_keys(write, tmp_path):
@@ -83,7 +89,7 @@ def test_a_file_is_the_call_with_its_keys(write, tmp_path):
     )
     made = module.trainer_from_file(path)
     assert made.folder == tmp_path / "run"
-    assert made.eval_data == [{"number": 1}, {"number": 2}]
+    assert made.eval_data == ITEMS
     assert (made.collector.options.shuffle, made.collector.options.seed) == (True, 3)
     assert made.collector.limits.max_response_tokens == 1
     assert (made.maker.passes.temperature, made.maker.passes.micro_batch_size) == (0.9, 1)
@@ -93,34 +99,24 @@ def test_a_file_is_the_call_with_its_keys(write, tmp_path):
     kwargs = {"lora": False, "lr": 0.01, "updates": 1, "episodes_per_batch": 2, "loggers": ()}
     kwargs |= {"limits": {"max_response_tokens": 1}, "sampling": {"temperature": 0.9}, "seed": 3}
     kwargs |= {"passes": {"micro_batch_size": 1}, "loss_kwargs": {"clip_epsilon": 0.1}}
-    kwargs |= {
-        "collector_kwargs": {"max_concurrency": 1, "options": made.collector.options},
-        "maker_kwargs": {"old_log_probs": "actor"},
-        "eval_data": [{"number": 1}, {"number": 2}],
-    }
-    items = [{"number": 1}, {"number": 2}]
-    other = MultiTurnTrainer(
-        str(tmp_path / "model"), Task, items, folder=tmp_path / "other", **kwargs
-    )
+    kwargs |= {"maker_kwargs": {"old_log_probs": "actor"}, "eval_data": ITEMS}
+    collecting = {"max_concurrency": 1, "options": made.collector.options}
+    kwargs |= {"folder": tmp_path / "other", "collector_kwargs": collecting}
+    other = MultiTurnTrainer(str(tmp_path / "model"), Task, ITEMS, **kwargs)
     assert made.train() == other.train()
     assert same(weights(made), weights(other))
 
 
+GIVEN = ['"items.jsonl"', '"tasks_of_a_run.items"', '"tasks_of_a_run.many"']
+
+
 @pytest.mark.parametrize("key", ["data", slow("eval_data")])
-@pytest.mark.parametrize(
-    "given",
-    [
-        '"items.jsonl"',
-        '"tasks_of_a_run.items"',
-        "[{number = 1}, {number = 2}]",
-        '"tasks_of_a_run.many"',
-    ],
-)
+@pytest.mark.parametrize("given", [*GIVEN, "[{number = 1}, {number = 2}]"])
 def test_items_are_named_or_listed_or_in_a_file(key, given, write, tmp_path):
     (tmp_path / "items.jsonl").write_text('{"number": 1}\n\n{"number": 2}')
     made = module.trainer_from_file(write(f"{key} = {given}\n"))
     data = made.eval_data if key == "eval_data" else made.collector._data
-    assert list(data() if callable(data) else data) == [{"number": 1}, {"number": 2}]
+    assert list(data() if callable(data) else data) == ITEMS
 
 
 def test_adapters_may_be_a_table(write):
@@ -148,9 +144,7 @@ def test_functions_of_the_task_may_import_later(write):
 
 def test_the_command_trains_and_goes_on(write, tmp_path, capsys):
     assert main(["train", str(write())]) == 0
-    with pytest.raises(SystemExit):
-        main(["train", str(write())])
-    assert "give resume=True to go on" in capsys.readouterr().err
+    assert "give resume=True to go on" in error_of(capsys, write())
     assert main(["train", str(write(updates=2)), "--resume"]) == 0
     assert "checkpoint-2" in {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()}
 
@@ -196,19 +190,14 @@ def test_an_interrupted_command_says_how_to_go_on(write, monkeypatch, capsys):
 )
 def test_what_is_wrong_is_told_in_one_line(more, changes, message, write, tmp_path, capsys):
     (tmp_path / "broken.jsonl").write_text('{"number": 1}\n{"number": \n')
-    path = write(more + "\n", **changes)
-    with pytest.raises(SystemExit):
-        main(["train", str(path)])
-    error = capsys.readouterr().err
+    error = error_of(capsys, write(more + "\n", **changes))
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["train", str(tmp_path / "none.toml")])
-    assert "none.toml" in capsys.readouterr().err
+    assert "none.toml" in error_of(capsys, tmp_path / "none.toml")
 
 
 def test_the_help_explains_every_key(capsys):

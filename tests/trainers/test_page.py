@@ -96,12 +96,7 @@ def test_the_folder_has_the_files_of_the_table(tmp_path, monkeypatch):
     monkeypatch.undo()
     items = [{"messages": [{"role": "user", "content": "guess 1"}]}]
     made = trainer(
-        tmp_path / "run",
-        task=is_low,
-        data=items,
-        eval_data=items,
-        loggers=("csv",),
-        updates=4,
+        tmp_path / "run", task=is_low, data=items, eval_data=items, loggers=("csv",), updates=4
     )
     made.train()
     found = {path.name for path in made.folder.iterdir()}
@@ -140,15 +135,9 @@ def test_parts_of_a_subclass_are_saved(tmp_path):
     exec(code("Hooks", number=1), names := {"mt": mt})
 
     def make(**kwargs):
-        made = names["WithSchedule"](
-            policy(),
-            mt.envs.GuessNumber(4, 2),
-            folder=tmp_path / "run",
-            episodes_per_batch=4,
-            limits={"max_response_tokens": 1, "on_cut": "continue"},
-            loggers=(),
-            **kwargs,
-        )
+        kwargs |= {"limits": {"max_response_tokens": 1, "on_cut": "continue"}, "loggers": ()}
+        kwargs |= {"folder": tmp_path / "run", "episodes_per_batch": 4}
+        made = names["WithSchedule"](policy(), mt.envs.GuessNumber(4, 2), **kwargs)
         made.schedule = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
         made.register_op("post_optim", made.schedule.step)
         return made

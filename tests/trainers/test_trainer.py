@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils import clip_grad_norm_
 
+from tests.collectors.runs import collecting
 from tests.tiers import first_fast, slow, some_fast
 from tests.trainers.runs import (
     EVAL,
@@ -35,7 +36,7 @@ from tests.trainers.runs import (
 )
 from tests.waiting import wait_until
 from torchrl_mt import pretrained
-from torchrl_mt.collectors import CollectorOptions, Limits, MultiTurnCollector
+from torchrl_mt.collectors import CollectorOptions, Limits
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
@@ -58,21 +59,16 @@ def without_curves(monkeypatch, request):
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-def loop(*, updates, seed, num_epochs=1, optim_steps=1, critic=None, **experience):
+def loop(*, updates, seed, num_epochs=1, optim_steps_per_batch=1, critic=None, **experience):
     """The loop that one would write."""
     torch.manual_seed(seed)
     one = policy()
     torch.manual_seed(seed)
-    collector = MultiTurnCollector(
-        GuessNumber(4, 2),
-        TransformersEngine(one.model, one.tokenizer),
-        episodes_per_batch=6,
-        total_episodes=6 * updates,
-        limits=Limits(max_response_tokens=1, on_cut="continue"),
-        sampling={"seed": seed},
-        options=CollectorOptions(seed=seed),
-        postproc=MergeTurns(pad_token_id=one.tokenizer.pad_token_id),
-    )
+    options = {"sampling": {"seed": seed}, "seed": seed, "total_episodes": 6 * updates}
+    options["limits"] = Limits(max_response_tokens=1, on_cut="continue")
+    options["postproc"] = MergeTurns(pad_token_id=one.tokenizer.pad_token_id)
+    engine = TransformersEngine(one.model, one.tokenizer)
+    collector = collecting(GuessNumber(4, 2), engine, n=6, **options)
     maker = ExperienceMaker(one.model, critic=critic, **experience)
     loss_module = MultiTurnLoss(one.model, critic=critic)
     parameters = [*one.model.parameters(), *([] if critic is None else critic.parameters())]
@@ -81,11 +77,11 @@ def loop(*, updates, seed, num_epochs=1, optim_steps=1, critic=None, **experienc
     for rows in collector:
         rows = maker(rows)
         for _ in range(num_epochs):
-            minibatches = [rows]
-            if optim_steps > 1:
-                minibatches = [rows[i] for i in torch.randperm(len(rows)).tensor_split(optim_steps)]
-            for minibatch in minibatches:
-                losses = loss_module(minibatch)
+            parts = [torch.arange(len(rows))]
+            if optim_steps_per_batch > 1:
+                parts = torch.randperm(len(rows)).tensor_split(optim_steps_per_batch)
+            for part in parts:
+                losses = loss_module(rows[part])
                 sum(v for k, v in losses.items() if k.startswith("loss")).backward()
                 clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
@@ -103,21 +99,18 @@ def mean_reward(collector):
 
 
 @pytest.mark.parametrize(
-    ("num_epochs", "optim_steps", "seed"),
-    some_fast([(2, 3, 3)], product((1, 2), (1, 2, 3), (0, 3))),
+    ("num_epochs", "steps", "seed"),
+    some_fast([(2, 3, 3)], [(1, 1, 0), (1, 2, 3), (1, 3, 0), (2, 1, 3), (2, 2, 0), (2, 3, 3)]),
 )
-def test_it_is_the_loop_that_one_would_write(num_epochs, optim_steps, seed, tmp_path):
-    expected, results = loop(
-        updates=3, seed=seed, num_epochs=num_epochs, optim_steps=optim_steps, gamma=0.9
-    )
-    made = trainer(
-        tmp_path,
-        eval_data=EVAL,
-        seed=seed,
-        num_epochs=num_epochs,
-        optim_steps_per_batch=optim_steps,
-        gamma=0.9,
-    )
+def test_it_is_the_loop_that_one_would_write(num_epochs, steps, seed, tmp_path):
+    settings = {
+        "num_epochs": num_epochs,
+        "optim_steps_per_batch": steps,
+        "seed": seed,
+        "gamma": 0.9,
+    }
+    expected, results = loop(updates=3, **settings)
+    made = trainer(tmp_path, eval_data=EVAL, **settings)
     assert made.train() == pytest.approx(results, abs=0.0)
     assert same(weights(made), expected)
     assert not same(weights(made), policy().model.state_dict())
@@ -148,10 +141,8 @@ def test_evaluations_do_not_change_the_training(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns(tmp_path):
-    made = trainer(
-        tmp_path, task=is_low, data=ITEMS, eval_data=ITEMS * 20, updates=8, episodes_per_batch=24
-    )
-    results = made.train()
+    settings = {"eval_data": ITEMS * 20, "updates": 8, "episodes_per_batch": 24}
+    results = trainer(tmp_path, task=is_low, data=ITEMS, **settings).train()
     assert results["after"] > results["before"] + 0.3
 
 
@@ -172,16 +163,9 @@ def test_pages_of_training_have_the_advantage_of_each_token(tmp_path):
 def test_the_log_has_the_settings_and_the_result_is_printed(tmp_path, capsys):
     made = trainer(tmp_path / "run", eval_data=EVAL, loggers=("csv",), updates=1)
     made.train()
-    assert read_run(tmp_path / "run").facts["config"] == {
-        "episodes_per_batch": 6,
-        "group_size": 1,
-        "num_epochs": 1,
-        "optim_steps_per_batch": 1,
-        "seed": 0,
-        "lr": 0.01,
-    }
-    printed = capsys.readouterr().out
-    assert "reward in evaluation 0." in printed
+    expected = {"episodes_per_batch": 6, "group_size": 1, "num_epochs": 1, "seed": 0, "lr": 0.01}
+    assert read_run(tmp_path / "run").facts["config"] == expected | {"optim_steps_per_batch": 1}
+    assert "reward in evaluation 0." in capsys.readouterr().out
 
 
 def test_plain_text_is_scored_if_the_words_are_known(tmp_path):
@@ -193,26 +177,14 @@ def test_plain_text_is_scored_if_the_words_are_known(tmp_path):
 # ---- batches of any size ------------------------------------------------------------------------
 
 
-def steps_of(made):
-    """The sizes of the minibatches of a run."""
-    sizes = []
-    forward = made.loss_module.forward
-
-    def counted(rows):
-        sizes.append(len(rows))
-        return forward(rows)
-
-    made.loss_module.forward = counted
-    made.train()
-    return sizes
-
-
 @pytest.mark.parametrize(("steps", "sizes"), [(4, [2, 2, 1, 1]), slow(1, [6]), slow(9, [1] * 6)])
 def test_every_row_is_in_one_minibatch_of_an_epoch(steps, sizes, tmp_path):
-    made = trainer(
-        tmp_path, task=is_low, data=ITEMS, updates=1, num_epochs=2, optim_steps_per_batch=steps
-    )
-    assert steps_of(made) == sizes * 2
+    settings = {"updates": 1, "num_epochs": 2, "optim_steps_per_batch": steps}
+    made, seen = trainer(tmp_path, task=is_low, data=ITEMS, **settings), []
+    forward = made.loss_module.forward
+    made.loss_module.forward = lambda rows: seen.append(len(rows)) or forward(rows)
+    made.train()
+    assert seen == sizes * 2
 
 
 def test_the_log_has_the_mean_of_all_steps_and_the_kl_of_the_first(tmp_path):
@@ -258,6 +230,7 @@ def test_it_saves_as_often_as_it_is_told(save_every, tmp_path, monkeypatch):
 
 # ---- stopped runs -------------------------------------------------------------------------------
 
+SHUFFLED = {"num_epochs": 2, "optim_steps_per_batch": 2, "eval_data": EVAL, "eval_every": 1}
 RUNS = {
     "plain": {},
     "shuffled": {"num_epochs": 2, "optim_steps_per_batch": 3, "group_size": 2},
@@ -265,21 +238,14 @@ RUNS = {
     "seldom saved": {"save_every": 2, "eval_data": EVAL},
     "never saved": {"save_every": 0, "eval_data": EVAL},
     "critic": {"advantage": "gae"},
-    "all at once": {
-        "advantage": "gae",
-        "num_epochs": 2,
-        "optim_steps_per_batch": 2,
-        "eval_data": EVAL,
-        "eval_every": 1,
-    },
+    "all at once": {"advantage": "gae", **SHUFFLED},
     "shuffled items": {
         "data": [{"number": k} for k in (1, 2, 3, 4)],
         "collector_kwargs": {"options": CollectorOptions(shuffle=True)},
     },
     "lora": {},
     "answers of many lengths": {
-        "group_size": 3,
-        "episodes_per_batch": 12,
+        **{"group_size": 3, "episodes_per_batch": 12},
         "limits": {"max_response_tokens": 12, "on_cut": "continue"},
     },
 }
@@ -297,9 +263,11 @@ def prepared(kind, folder, *, seed=0, **kwargs):
     return trainer(folder, **settings)
 
 
-@pytest.mark.parametrize(
-    ("kind", "update"), some_fast([("all at once", 2)], product(RUNS, (1, 2, 3)))
-)
+THOROUGHLY = ("all at once", "seldom saved", "never saved")
+STOPS = [*product(RUNS, (2,)), *product(THOROUGHLY, (1, 3))]
+
+
+@pytest.mark.parametrize(("kind", "update"), some_fast([("all at once", 2)], STOPS))
 def test_a_stopped_run_goes_on_bit_for_bit(kind, update, tmp_path):
     whole = prepared(kind, tmp_path / "whole")
     results = whole.train()
@@ -452,12 +420,10 @@ REWARDS = {
 
 @pytest.mark.parametrize("name", some_fast(["name", "agent class"], TASKS))
 def test_whatever_a_collector_plays_is_a_task(name, tmp_path):
-    prompt = {"prompt": "guess 1 to 4"}
     kwargs = {}
     if name in ("class", "name"):
-        kwargs["collector_kwargs"] = {
-            "options": CollectorOptions(workflow_kwargs={"numbers": 4, "turns": 2, **prompt})
-        }
+        given = {"numbers": 4, "turns": 2, "prompt": "guess 1 to 4"}
+        kwargs["collector_kwargs"] = {"options": CollectorOptions(workflow_kwargs=given)}
     made = trainer(tmp_path, task=TASKS[name], updates=1, save_every=0, **kwargs)
     made.train()
     assert made.done["updates"] == 1
@@ -574,10 +540,7 @@ def test_wrong_arguments_are_named(kwargs, error, message, tmp_path):
     ],
 )
 def test_a_reward_function_judges_cut_answers_unless_told_otherwise(limits, judged, tmp_path):
-    def reward(messages, item):
-        return 1.0
-
-    made = trainer(tmp_path, task=reward, data=ITEMS, updates=1, limits=limits)
+    made = trainer(tmp_path, task=lambda said, item: 1.0, data=ITEMS, updates=1, limits=limits)
     made.train()
     stats = logged(tmp_path)[1]
     assert stats["reward"] == float(judged)
@@ -600,9 +563,8 @@ def test_a_run_goes_on_only_as_it_began(tmp_path):
     trainer(tmp_path, updates=1).train()
     began = {"episodes_per_batch": 6, "group_size": 1, "num_epochs": 1, "seed": 0}
     for name, value in began.items():
-        with pytest.raises(
-            ValueError, match=f"{name} must be {value} as in the run in .*, got {value + 2}"
-        ):
+        text = f"{name} must be {value} as in the run in .*, got {value + 2}"
+        with pytest.raises(ValueError, match=text):
             trainer(tmp_path, resume=True, **{name: value + 2})
 
 

@@ -104,8 +104,7 @@ def without(change, step: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rule", "level", "change"),
-    [(rule, *case) for rule, cases in FAULTS.items() for case in cases],
+    ("rule", "level", "change"), [(rule, *case) for rule, cases in FAULTS.items() for case in cases]
 )
 def test_a_rule_finds_its_fault_alone(tmp_path, rule, level, change):
     found = check(tmp_path, lambda step: without(change, step), {"collector": {"max_staleness": 4}})
@@ -138,18 +137,11 @@ def test_without_its_numbers_a_rule_finds_nothing(tmp_path):
 
 
 def test_rules_that_would_mislead_stay_silent(tmp_path):
-    # Drawn several times on purpose; old samples whose ratios may differ; stopped, not rejected.
-    found = check(
-        tmp_path,
-        lambda step: {
-            "trained_tokens": 4000,
-            "rate/ratio": 4.0,
-            "approx_kl": 0.5,
-            "staleness/max": 2.0,
-            "rejected": 100,
-            "rejected/cancelled": 99,
-        },
-    )
+    drawn_several_times_on_purpose = {"trained_tokens": 4000, "rate/ratio": 4.0}
+    old_samples_whose_ratios_may_differ = {"approx_kl": 0.5, "staleness/max": 2.0}
+    stopped_not_rejected = {"rejected": 100, "rejected/cancelled": 99}
+    changes = drawn_several_times_on_purpose | old_samples_whose_ratios_may_differ
+    found = check(tmp_path, lambda step: changes | stopped_not_rejected)
     assert {"token-counts", "ratios-off"} & set(found) == set()
     assert {finding.level for finding in found.values()} == {"good"}
 
@@ -171,15 +163,10 @@ def test_each_rule_has_a_section_of_a_short_page():
 
 
 def test_the_package_emits_the_numbers_that_rules_read(tmp_path, tokenizer, model):
-    collector = MultiTurnCollector(
-        GuessNumber(16, turns=2),
-        TransformersEngine(model, tokenizer),
-        episodes_per_batch=8,
-        group_size=4,
-        total_episodes=48,
-        limits=Limits(max_response_tokens=2),
-        postproc=MergeTurns(),
-    )
+    sizes = {"episodes_per_batch": 8, "group_size": 4, "total_episodes": 48}
+    sizes |= {"limits": Limits(max_response_tokens=2), "postproc": MergeTurns()}
+    engine = TransformersEngine(model, tokenizer)
+    collector = MultiTurnCollector(GuessNumber(16, turns=2), engine, **sizes)
     maker = ExperienceMaker(model, ref=model, advantage="grpo", old_log_probs="actor")
     loss_module = MultiTurnLoss(model, objective="ppo", correction="token_tis")
     with RunLog(tmp_path, loggers=()) as run:

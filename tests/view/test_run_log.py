@@ -116,17 +116,14 @@ def test_other_loggers_write_into_the_folder(tmp_path, monkeypatch, kind):
     assert list(tmp_path.glob(where[kind]))
     if kind == "tensorboard":
         module = "tensorboard.backend.event_processing.event_accumulator"
-        events = (
-            pytest.importorskip(module).EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        )
-        assert [(e.step, e.value) for e in events.Scalars("rejected/Time_out_")] == [(0, 2), (1, 2)]
+        events = pytest.importorskip(module).EventAccumulator(str(tmp_path / "tensorboard"))
+        scalars = events.Reload().Scalars("rejected/Time_out_")
+        assert [(e.step, e.value) for e in scalars] == [(0, 2), (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "flag"),
-    [("tensorboard", "_has_tb"), ("wandb", "_has_wandb"), ("mlflow", "_has_mlflow")],
-)
-def test_a_missing_library_is_named(tmp_path, monkeypatch, kind, flag):
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_library_is_named(tmp_path, monkeypatch, kind):
+    flag = "_has_tb" if kind == "tensorboard" else f"_has_{kind}"
     monkeypatch.setitem(sys.modules, kind, None)
     monkeypatch.setattr(f"torchrl.record.loggers.{kind}.{flag}", False)
     with pytest.raises(ImportError, match=f"pip install {kind}"):
@@ -152,25 +149,14 @@ def test_pages_of_episodes(tmp_path):
 
 def test_the_bar_shows_what_there_is(tmp_path, capsys):
     with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
-        run.log(
-            0,
-            {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99},
-            {"cut": 2, "turns": 4},
-        )
+        stats = {"reward/default/mean": 0.25, "accepted": 3, "rejected": 1, "tokens_per_second": 99}
+        run.log(0, stats, {"cut": 2, "turns": 4})
         run.log(1, {"staleness/mean": 1})
     with RunLog(tmp_path, loggers=(), total_steps=4, progress=True) as run:
         run.log(2)
     shown = capsys.readouterr().err
-    for part in (
-        "1/4",
-        "reward=0.25",
-        "rejected=25%",
-        "cut=50%",
-        "tokens/s=99",
-        "staleness=1",
-        "3/4",
-    ):
-        assert part in shown
+    parts = "1/4 reward=0.25 rejected=25% cut=50% tokens/s=99 staleness=1 3/4"
+    assert all(part in shown for part in parts.split()), shown
     RunLog(tmp_path, loggers=(), progress=False).close()
     assert capsys.readouterr().err == ""
 
@@ -234,12 +220,8 @@ def runs(tmp_path) -> list[Path]:
             for step in range(2000 if name == "a" else 3):
                 accepted = 8 * (step + 1)
                 stats = {"accepted": accepted, "rejected": accepted / 4, "time": {"engine": 0.5}}
-                stats[f"rejected/{EVIL}"] = accepted / 4
-                run.log(
-                    step,
-                    stats,
-                    {"mine": math.nan, f"reward/_{EVIL[9:]}/mean": 999 if step == 777 else 0},
-                )
+                stats |= {f"rejected/{EVIL}": accepted / 4, "mine": math.nan}
+                run.log(step, stats, {f"reward/_{EVIL[9:]}/mean": 999 if step == 777 else 0})
     (tmp_path / "a" / "episodes").mkdir()
     (tmp_path / "a" / "episodes" / "10.html").write_text("")
     return [tmp_path / "a", tmp_path / "b"]

@@ -23,7 +23,7 @@ from torchrl_mt.view.episodes import join
 from torchrl_mt.view.sources import read_source
 
 
-def facts(episode, *names):
+def facts(episode):
     """What a source tells of each turn that sampled a token."""
     told = {turn.turn: turn for turn in episode.turns if len(turn.ids)}
     return {
@@ -31,10 +31,15 @@ def facts(episode, *names):
             list(turn.ids),
             turn.row,
             turn.parent,
-            *(np.round(turn.values[name].astype(float), 5).tolist() for name in names),
+            rounded(turn, "log_prob"),
+            rounded(turn, "version"),
         )
         for k, turn in told.items()
     }
+
+
+def rounded(turn, name):
+    return np.round(turn.values[name].astype(float), 5).tolist()
 
 
 def buffer_with(batch):
@@ -47,12 +52,9 @@ def buffer_with(batch):
 @given(episode=played())
 def test_all_sources_agree(episode):
     for turn in episode.turns:
-        turn.completion = Completion(
-            turn.completion.token_ids,
-            [-0.125 * (k + 1) for k in range(len(turn.completion.token_ids))],
-            turn.completion.versions,
-            "stop",
-        )
+        ids = turn.completion.token_ids
+        log_probs = [-0.125 * (k + 1) for k in range(len(ids))]
+        turn.completion = Completion(ids, log_probs, turn.completion.versions, "stop")
     batch = episodes_to_tensordict([episode])
     with tempfile.TemporaryDirectory() as folder:
         EpisodeDump(f"{folder}/dump").write([episode])
@@ -60,68 +62,48 @@ def test_all_sources_agree(episode):
         rows = MergeTurns()(batch)
         rows.save(f"{folder}/rows")
         torch.save(rows.to_dict(), f"{folder}/rows.pt")
-        sources = [
-            [episode],
-            f"{folder}/dump",
-            batch,
-            buffer_with(batch),
-            f"{folder}/set.jsonl",
-            rows,
-            f"{folder}/rows",
-            f"{folder}/rows.pt",
-        ]
-        (first, *others) = [read_source(source) for source in sources]
+        sources = [[episode], f"{folder}/dump", batch, buffer_with(batch), f"{folder}/set.jsonl"]
+        whole = [read_source(source) for source in sources]
+        saved = [read_source(each) for each in (rows, f"{folder}/rows", f"{folder}/rows.pt")]
     parents = episode.parents()
     expected = {
         k: (
-            turn.completion.token_ids,
-            episode.rows().row[k],
-            parents[k],
-            [-0.125 * (j + 1) for j in range(len(turn.completion.token_ids))],
-            [float(version) for version in turn.completion.versions],
+            *(said.token_ids, episode.rows().row[k], parents[k]),
+            *(said.log_probs, [float(version) for version in said.versions]),
         )
-        for k, turn in enumerate(episode.turns)
-        if turn.completion.token_ids
+        for k, said in enumerate(turn.completion for turn in episode.turns)
+        if said.token_ids
     }
-    for (told,) in [first, *others]:
-        if all(
-            parents[k] == -1 or parents[k] in expected for k in expected
-        ):  # Rows lack turns of no token.
-            assert facts(told, "log_prob", "version") == expected
-        assert told.group == episode.group
+    if all(parents[k] == -1 or parents[k] in expected for k in expected):
+        assert all(facts(told) == expected for (told,) in saved)  # Rows lack turns of no token.
+    for (told,) in (*saved, *whole):
+        assert (told.group, told.id) == (episode.group, episode.traj_id)
         assert math.isclose(told.reward, episode.reward, abs_tol=1e-6)
-        assert told.id == episode.traj_id
-    for (told,) in [first, *others[:-3]]:
-        assert facts(told, "log_prob", "version") == expected
+    for (told,) in whole:
+        assert facts(told) == expected
         assert told.stop == episode.stop_reason.value
         assert [turn.reward for turn in told.turns] == [turn.reward for turn in episode.turns]
-        assert [turn.given[0]["content"] for turn in told.turns] == [
-            str(k) for k in range(len(episode.turns))
-        ]
+        said = [turn.given[0]["content"] for turn in told.turns]
+        assert said == [str(k) for k in range(len(episode.turns))]
 
 
 ASKED = [{"role": "assistant", "content": "Ask."}, {"role": "user", "content": "2 + 2?"}]
+"""The opening; its first message is not the policy's."""
 
 
 def an_episode(traj_id=3, tokens=(5, 6)):
-    said = [
-        {"role": "assistant", "content": "Ask."},  # not of the policy
-        {"role": "user", "content": "2 + 2?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
-        },
-    ]
+    function = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
+    asks = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     then = [
         {"role": "tool", "name": "add", "content": "4"},
         {"role": "assistant", "content": "four", "reasoning_content": "easy"},
         {"role": "user", "content": "Right."},
     ]
     first = Completion(list(tokens), [-0.5, -0.25], [7, 7], "stop")
+    second = Completion([4], [-1.0], [8], "length")
     turns = [
-        Turn([1, 2], first, said, reward=0.25),
-        Turn([1, 2, *tokens, 9], Completion([4], [-1.0], [8], "length"), then, reward=0.5),
+        Turn([1, 2], first, [dict(message) for message in ASKED] + [asks], reward=0.25),
+        Turn([1, 2, *tokens, 9], second, then, reward=0.5),
     ]
     return Episode({"task_id": "sum"}, 1, traj_id, turns, StopReason.DONE)
 
@@ -130,12 +112,8 @@ def an_episode(traj_id=3, tokens=(5, 6)):
 def test_a_turn_has_what_was_said(kind, tmp_path):
     episode = an_episode()
     EpisodeDump(tmp_path).write([episode])
-    sources = {
-        "episodes": [episode],
-        "batch": episodes_to_tensordict([episode]),
-        "dump": tmp_path / "8.jsonl",
-    }
-    (told,) = read_source(sources[kind])
+    sources = {"episodes": [episode], "batch": episodes_to_tensordict([episode])}
+    (told,) = read_source(sources.get(kind, tmp_path / "8.jsonl"))
     assert (told.task, told.stop, told.reward) == ("sum", "done", 0.75)
     first, second, end = told.turns
     assert first.given == ASKED
@@ -187,17 +165,9 @@ def test_a_dump_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path
 
 
 def test_steps_without_tokens_are_shown():
-    done = torch.tensor([[False], [False], [True]])
-    steps = TensorDict(
-        {
-            "observation": torch.rand(3, 2),
-            "pixels": torch.rand(3, 8, 8),
-            "action": torch.arange(3),
-            "next": {"reward": torch.ones(3, 1), "done": done},
-        },
-        [3],
-    )
-    (told,) = read_source(steps)
+    ends = {"reward": torch.ones(3, 1), "done": torch.arange(3)[:, None] == 2}
+    seen = {"observation": torch.rand(3, 2), "pixels": torch.rand(3, 8, 8)}
+    (told,) = read_source(TensorDict({**seen, "action": torch.arange(3), "next": ends}, [3]))
     assert told.reward == 3
     assert [turn.turn for turn in told.turns] == [0, 1, 2]
     assert "observation = [" in told.turns[0].given[0]["content"]

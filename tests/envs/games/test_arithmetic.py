@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import check_refused, refused
 from torchrl_mt.envs import Arithmetic, TextStep, calculate
 from torchrl_mt.envs.games.arithmetic import play_arithmetic
 from torchrl_mt.envs.games.calculator import Operation, parse
@@ -45,24 +46,19 @@ def test_the_prompt_poses_the_expression_and_says_how_to_write():
     assert message["content"] == "{what} is 1 + 1?"
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("<answer>84</answer>", 1.0),
-        ("so it is <answer> +84\n</answer>.", 1.0),
-        ("<answer>84.0</answer>", 1.0),
-        ("<answer>7</answer> no, <answer>84</answer>", 1.0),
-        ("<calc>1 + 1</calc><answer>84</answer>", 1.0),
-        ("<answer>84</answer><answer>7</answer>", -0.1),
-        ("<answer>-84</answer>", -0.1),
-        ("<answer>168/2</answer>", -0.5),
-        ("<answer>84/1</answer>", -0.5),
-        ("<answer>84/0</answer>", -0.5),
-        ("<answer>7 * 12</answer>", -0.5),
-        ("<answer>٨٤</answer>", -0.5),
-        ("<answer></answer>", -0.5),
-        ("<answer>" + "9" * 9999 + "</answer>", -0.5),
+NO_NUMBERS = ("168/2", "84/1", "84/0", "7 * 12", "٨٤", "", "9" * 9999)
+GRADED = {
+    1.0: [
+        *("<answer>84</answer>", "so it is <answer> +84\n</answer>.", "<answer>84.0</answer>"),
+        *("<answer>7</answer> no, <answer>84</answer>", "<calc>1 + 1</calc><answer>84</answer>"),
     ],
+    -0.1: ["<answer>84</answer><answer>7</answer>", "<answer>-84</answer>"],
+    -0.5: [f"<answer>{wrong}</answer>" for wrong in NO_NUMBERS],
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [(response, reward) for reward in GRADED for response in GRADED[reward]]
 )
 def test_an_answer_is_graded_and_ends_the_episode(response, reward):
     step = started(wrong_reward=-0.1, format_penalty=0.5, call_cost=7.0).step(response)
@@ -156,20 +152,6 @@ def test_data_may_bring_its_answer():
     assert started({"expression": "1 + 1", "answer": 3}).step("<answer>2</answer>").reward == 0.0
 
 
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        ({"expression": "1 +"}, "expression"),
-        ({"expression": "1 / 0"}, "expression"),
-        ({"expression": "1 + 1", "answer": "two"}, "answer"),
-        ({"expression": "1 + 1", "answer": "2/0"}, "answer"),
-    ],
-)
-def test_data_without_a_value_is_refused(data, name):
-    with pytest.raises(ValueError, match=rf'data\["{name}"\] must have a value, got'):
-        Arithmetic().reset(data)
-
-
 @given(
     operands=st.integers(1, 8),
     operators=st.lists(st.sampled_from(OPERATORS), min_size=1, max_size=4),
@@ -213,14 +195,10 @@ def test_drawn_expressions_vary():
     assert len({item["expression"] for item in items}) > 290
 
 
-@given(
-    st.recursive(
-        st.one_of(
-            st.text(), st.sampled_from(["<calc>", "</calc>", "<answer>", "</answer>", "3 +", "4"])
-        ),
-        lambda parts: st.lists(parts, max_size=6).map("".join),
-    )
-)
+TAGS = st.sampled_from(["<calc>", "</calc>", "<answer>", "</answer>", "3 +", "4"])
+
+
+@given(st.recursive(st.text() | TAGS, lambda parts: st.lists(parts, max_size=6).map("".join)))
 def test_no_response_raises(response):
     step = started(format_penalty=0.5, call_cost=0.1).step(response)
     assert isinstance(step, TextStep)
@@ -238,50 +216,50 @@ def test_a_long_response_is_read_in_linear_time():
 @pytest.mark.parametrize("seed", range(8))
 def test_the_player_gets_the_best_return_on_every_expression(seed, call_operators):
     operators = ["+", "-", "*", "//", "%", "**"] if call_operators else OPERATORS
-    env = Arithmetic(
-        5, operators, turns=8, call_operators=call_operators, call_cost=0.125, tool_role="tool"
-    )
-    game = play_arithmetic(env, {"seed": seed})
+    settings = {"call_operators": call_operators, "call_cost": 0.125, "tool_role": "tool"}
+    game = play_arithmetic(Arithmetic(5, operators, turns=8, **settings), {"seed": seed})
     calls = 4 if call_operators else 1
     assert game.rewards == [-0.125] * calls + [1.0]
-    assert [m["role"] for m in game.messages] == (
-        ["user"] + ["assistant", "tool"] * calls + ["assistant"]
-    )
+    roles = ["user"] + ["assistant", "tool"] * calls + ["assistant"]
+    assert [m["role"] for m in game.messages] == roles
 
 
 def test_the_player_computes_signs_itself():
     game = play_arithmetic(Arithmetic(call_operators=1), {"expression": "-(3 - 5) * -(-2)"})
-    assert [m["content"] for m in game.messages[1::2]] == [
-        "<calc>3 - 5</calc>",
-        "<calc>2 * 2</calc>",
-        "<answer>4</answer>",
-    ]
+    said = [m["content"] for m in game.messages[1::2]]
+    assert said == ["<calc>3 - 5</calc>", "<calc>2 * 2</calc>", "<answer>4</answer>"]
     assert game.rewards[-1] == 1.0
 
 
-def test_a_player_without_turns_enough_is_refused():
-    with pytest.raises(ValueError, match="must let"):
-        play_arithmetic(Arithmetic(5, turns=3, call_operators=1), {"seed": 0})
+def no_value(name, **data):
+    return refused(f'data["{name}"] must have a value, got', Arithmetic().reset, data)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("call", "error", "text"),
     [
-        ({"operands": 0}, "operands must be at least 1, got 0"),
-        ({"turns": 0}, "turns must be at least 1, got 0"),
-        ({"digits": 0}, "digits must be at least 1"),
-        ({"depth": 0}, "depth must be at least 1"),
-        ({"call_operators": 0}, "call_operators must be at least 1"),
-        ({"operators": []}, "operators must be some of"),
-        ({"operators": ["+", "^"]}, "operators must be some of"),
-        ({"operands": 5, "depth": 2}, "depth=2 must leave room for operands=5, got room for 4"),
-        ({"operands": 4, "depth": 2, "operators": ["**"]}, "got room for 3"),
-        ({"operators": ["/"], "call_operators": 1}, "call_operators must be None"),
-        ({"operands": 130}, "must make expressions"),
-        ({"digits": 400}, "must make expressions"),
-        ({"prompt": "compute"}, "prompt must contain"),
+        refused("operands must be at least 1, got 0", Arithmetic, operands=0),
+        refused("turns must be at least 1, got 0", Arithmetic, turns=0),
+        refused("digits must be at least 1", Arithmetic, digits=0),
+        refused("depth must be at least 1", Arithmetic, depth=0),
+        refused("call_operators must be at least 1", Arithmetic, call_operators=0),
+        refused("operators must be some of", Arithmetic, operators=[]),
+        refused("operators must be some of", Arithmetic, operators=["+", "^"]),
+        refused("depth=2 must leave room for operands=5, got room for 4", Arithmetic, 5, depth=2),
+        refused("got room for 3", Arithmetic, 4, depth=2, operators=["**"]),
+        refused("call_operators must be None", Arithmetic, operators=["/"], call_operators=1),
+        refused("must make expressions", Arithmetic, operands=130),
+        refused("must make expressions", Arithmetic, digits=400),
+        refused("prompt must contain", Arithmetic, prompt="compute"),
+        no_value("expression", expression="1 +"),
+        no_value("expression", expression="1 / 0"),
+        no_value("answer", expression="1 + 1", answer="two"),
+        no_value("answer", expression="1 + 1", answer="2/0"),
+        refused(
+            "must let",
+            lambda: play_arithmetic(Arithmetic(5, turns=3, call_operators=1), {"seed": 0}),
+        ),
     ],
 )
-def test_settings_that_make_no_task_are_refused(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Arithmetic(**settings)
+def test_what_makes_no_task_is_refused(call, error, text):
+    check_refused(call, error, text)

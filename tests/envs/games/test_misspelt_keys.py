@@ -31,21 +31,13 @@ def test_a_slip_of_the_pen_is_named(env, name):
         assert all(repr(accepted) in str(error.value) for accepted in ACCEPTED[env])
 
 
+OTHERS = dict.fromkeys(("task_id", "label", "reference", "index", "id", "question"), "x")
+
+
 @pytest.mark.parametrize("env", ACCEPTED)
 @pytest.mark.parametrize(
     "data",
-    [
-        *({}, {"prompt": "x"}, {3: 4}, {"seed": 3, "seeds": [3, 4], "number": 7, "numbers": 16}),
-        {
-            "task_id": 1,
-            "label": 2,
-            "reference": "x",
-            "messages": [],
-            "index": 0,
-            "id": 5,
-            "question": "y",
-        },
-    ],
+    [{}, {"prompt": "x"}, {3: 4}, {"seed": 3, "seeds": [3], "number": 7, "numbers": 16}, OTHERS],
 )
 def test_what_is_not_read_may_be_there(env, data):
     env().reset(data)

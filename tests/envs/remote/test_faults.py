@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
+from tests.collectors.runs import collecting
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.remote.faulty_proxy import FAULTS, HARMLESS, FaultyProxy, drawn
 from tests.envs.remote.worker_envs import Counts
 from tests.envs.remote.workers_left import health, processes
 from tests.waiting import PATIENCE, wait_until
-from torchrl_mt.collectors import CollectorOptions, MultiTurnCollector
 from torchrl_mt.envs.remote.open_env import OpenEnvEnv
 from torchrl_mt.envs.remote.server import serve
 from torchrl_mt.envs.remote.workers import create_workers
@@ -67,18 +67,10 @@ def nothing_left():
 def play(env, tokenizer, items, group_size, **kwargs):
     """Play every item of the data once, and check the books."""
     engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
-    groups = defaultdict(list)
-    with MultiTurnCollector(
-        env,
-        engine,
-        [{"number": number} for number in range(items)],
-        options=CollectorOptions(cycle=False, incomplete_groups="requeue"),
-        episodes_per_batch=200,
-        group_size=group_size,
-        max_retries=2,
-        max_consecutive_failures=100_000,
-        **kwargs,
-    ) as collector:
+    groups, data = defaultdict(list), [{"number": number} for number in range(items)]
+    options = {"cycle": False, "incomplete_groups": "requeue", "max_retries": 2, **kwargs}
+    options |= {"n": 200, "group_size": group_size, "max_consecutive_failures": 100_000}
+    with collecting(env, engine, data, **options) as collector:
         for batch in collector:
             for step in batch:
                 if step["next", "done"]:
@@ -126,13 +118,8 @@ def test_a_thousand_episodes_with_faults_everywhere(tokenizer):
             stack.enter_context(FaultyProxy([url], drawn(0.25, seed=seed)))
             for seed, url in enumerate(workers.urls)
         ]
-        stats = play(
-            Unlucky([proxy.url for proxy in proxies], timeout=2.0),
-            tokenizer,
-            items=ITEMS,
-            group_size=4,
-            max_concurrency=48,
-        )
+        env = Unlucky([proxy.url for proxy in proxies], timeout=2.0)
+        stats = play(env, tokenizer, items=ITEMS, group_size=4, max_concurrency=48)
         faults = sum((proxy.faults for proxy in proxies), Unlucky.faults)
         check_causes(stats, faults)
         assert stats["accepted"] == 4 * ITEMS

@@ -15,7 +15,7 @@ from http import HTTPStatus
 import pytest
 
 from tests.envs.remote.served_envs import END, Asynchronous, Echo, Screen, Shop, Threaded
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 from torchrl_mt.envs import (
     OpenEnvConnectionError,
     OpenEnvEnv,
@@ -77,8 +77,7 @@ class Fake:
             yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def gone(self):
-        while self.open:
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.open)
 
 
 def observed(**data):
@@ -194,17 +193,11 @@ async def test_an_environment_may_be_reset_again():
         wait_until(lambda: server.sessions == 0)
 
 
-@pytest.mark.parametrize("item", [{1: "a"}, {"x": object()}, float("nan"), {"x": {1, 2}}])
-def test_an_item_that_json_cannot_hold_is_refused(item):
-    with serve(Echo) as server, pytest.raises((TypeError, ValueError)):
-        asyncio.run(play(OpenEnvEnv(server.url), data=item))
-
-
 # ---- observations and actions of other servers --------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("observation", "text"),
+    ("seen", "text"),
     [
         ({"text": "go on", "metadata": {}, "done": False}, "go on"),
         ({"text": "go on", "left": 3}, '{"text": "go on", "left": 3}'),
@@ -212,24 +205,17 @@ def test_an_item_that_json_cannot_hold_is_refused(item):
         ({}, "{}"),
     ],
 )
-def test_an_observation_becomes_a_message(observation, text):
-    opening, step = run(
-        Fake({"observation": observation}, resets={"observation": observation}), "a"
-    )
+def test_an_observation_becomes_a_message(seen, text):
+    opening, step = run(Fake({"observation": seen}, resets={"observation": seen}), "a")
     assert opening == step.messages == [{"role": "user", "content": text}]
 
 
 def test_own_functions_make_messages_and_actions():
-    fake = Fake(
-        {"observation": {"n": 2}}, {"observation": {"n": 3}}, resets={"observation": {"n": 1}}
-    )
-    opening, first, last = run(
-        fake,
-        "a",
-        "b",
-        to_messages=lambda seen: [{"role": "tool", "content": str(seen["n"])}],
-        to_action=lambda response, message: {"code": response, "role": message["role"]},
-    )
+    numbered = [{"observation": {"n": n}} for n in (1, 2, 3)]
+    fake = Fake(*numbered[1:], resets=numbered[0])
+    to_messages = lambda seen: [{"role": "tool", "content": str(seen["n"])}]  # noqa: E731
+    to_action = lambda response, message: {"code": response, "role": message["role"]}  # noqa: E731
+    opening, first, last = run(fake, "a", "b", to_messages=to_messages, to_action=to_action)
     said = [messages[0]["content"] for messages in (opening, first.messages, last.messages)]
     assert said == ["1", "2", "3"]
     assert fake.requests[1]["data"] == {"code": "a", "role": "assistant"}
@@ -257,13 +243,7 @@ def test_rewards_ends_and_metadata(answer, expected):
 
 NOTHING = {"observation": {"messages": []}}
 MALFORMED = [
-    "not json",
-    "",
-    b"\x00\x01",
-    "[" * 100_000,
-    "[]",
-    "3",
-    "{}",
+    *("not json", "", b"\x00\x01", "[" * 100_000, "[]", "3", "{}"),
     '{"type": "state", "data": {}}',
     '{"type": "observation"}',
     '{"type": "observation", "data": []}',
@@ -282,14 +262,11 @@ MALFORMED = [
             {"type": "image"},
         )
     ),
-    observed(**NOTHING, reward="1.0"),
-    observed(**NOTHING, reward=[1.0]),
-    observed(**NOTHING, reward={}),
-    observed(**NOTHING, reward=float("nan")),
-    observed(**NOTHING, reward=float("inf")),
-    observed(**NOTHING, reward=10**400),
-    observed(**NOTHING, done="yes"),
-    observed(**NOTHING, done=None),
+    *(
+        observed(**NOTHING, reward=reward)
+        for reward in ("1.0", [1.0], {}, float("nan"), float("inf"), 10**400)
+    ),
+    *(observed(**NOTHING, **wrong) for wrong in ({"done": "yes"}, {"done": None})),
     observed(**NOTHING, metadata=[1]),
 ]
 
@@ -323,8 +300,7 @@ async def test_an_answer_that_comes_twice_is_not_that_of_the_next_question():
     async with at(Fake(twice, NOTHING)) as env:
         await env.reset()
         assert (await env.step("a")).reward == 1.0
-        while not env._session._connection.recv_messages.frames:
-            await asyncio.sleep(0.001)
+        await until(lambda: env._session._connection.recv_messages.frames)
         with pytest.raises(OpenEnvProtocolError, match="unasked"):
             await env.step("b")
 
@@ -593,14 +569,22 @@ def test_wrong_arguments_are_named(arguments, kind, match):
         OpenEnvEnv(**{"base_url": "http://localhost:1", **arguments})
 
 
-@pytest.mark.parametrize("returned", [None, "text", 3])
-def test_functions_that_return_something_else_are_named(returned):
+@pytest.mark.parametrize("wrong", [None, "text", 3])
+def test_functions_that_return_something_else_are_named(wrong):
     with serve(Echo) as server:
-        with pytest.raises(TypeError, match="to_action must return a mapping"):
-            asyncio.run(play(OpenEnvEnv(server.url, to_action=lambda text: returned), "a"))
-        with pytest.raises(TypeError, match="to_messages must return a list"):
-            asyncio.run(play(OpenEnvEnv(server.url, to_messages=lambda seen: returned)))
+        for text, options in {
+            "to_action must return a mapping": {"to_action": lambda text: wrong},
+            "to_messages must return a list": {"to_messages": lambda seen: wrong},
+        }.items():
+            with pytest.raises(TypeError, match=text):
+                asyncio.run(play(OpenEnvEnv(server.url, **options), "a"))
         wait_until(lambda: server.sessions == 0)
+
+
+@pytest.mark.parametrize("item", [{1: "a"}, {"x": object()}, float("nan"), {"x": {1, 2}}])
+def test_an_item_that_json_cannot_hold_is_refused(item):
+    with serve(Echo) as server, pytest.raises((TypeError, ValueError)):
+        asyncio.run(play(OpenEnvEnv(server.url), data=item))
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):

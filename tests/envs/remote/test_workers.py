@@ -15,11 +15,11 @@ import urllib.request
 import psutil
 import pytest
 
+from tests.collectors.runs import first_batch
 from tests.collectors.scripted import ScriptedEngine
 from tests.envs.remote.worker_envs import Closes, Counts, GoesWrong
 from tests.envs.remote.workers_left import health, is_served, processes
 from tests.waiting import PATIENCE, in_thread, wait_until
-from torchrl_mt.collectors import MultiTurnCollector
 from torchrl_mt.envs import OpenEnvEnv, create_workers
 from torchrl_mt.envs.remote import WorkerError
 from torchrl_mt.envs.remote import worker as module
@@ -50,15 +50,21 @@ def pid_of(worker):
     return worker.pid
 
 
+@pytest.fixture
+def flag(tmp_path):
+    """A file; while it exists, workers go wrong where they start."""
+    (tmp_path / "flag").touch()
+    return tmp_path / "flag"
+
+
 # ---- what every worker does ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_workers_serve_at_addresses_of_their_own():
     with create(3, token="secret") as workers:
-        assert len(set(workers.urls)) == 3
         assert workers.urls == [worker.api_url for worker in workers]
-        assert len({worker.pid for worker in workers}) == 3
+        assert len(set(workers.urls)) == len({worker.pid for worker in workers}) == 3
         for url in workers.urls:
             assert health(url) == {"status": "healthy", "sessions": 0}
             with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -112,16 +118,15 @@ async def test_environments_are_closed_where_workers_stop(tmp_path):
 def test_a_worker_that_dies_is_replaced_at_its_address(caplog):
     with create(2) as workers:
         one, other = workers
-        for _ in range(3):
-            pid = pid_of(one)
-            stays = other.pid
+        for _ in range(2):
+            pid, stays = pid_of(one), other.pid
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: one.pid != pid)
             wait_until(lambda: is_served(one.api_url))
             assert one.pid != pid
             assert other.pid == stays
     warnings = [r.getMessage() for r in caplog.records if r.name == "torchrl_mt"]
-    assert len(warnings) == 3
+    assert len(warnings) == 2
     assert all(one.api_url in text and "ended with exit code -9" in text for text in warnings)
 
 
@@ -136,10 +141,7 @@ def test_a_worker_that_is_dead_delays_nobody_else(tmp_path, tokenizer):
         wait_until(lambda: dead.pid not in (None, pid))
         engine = ScriptedEngine(tokenizer, lambda prompt: [5, tokenizer.eos_token_id])
         data = [{"number": number} for number in range(8)]
-        env = OpenEnvEnv(workers.urls, timeout=PATIENCE)
-        with MultiTurnCollector(env, engine, data, episodes_per_batch=16) as collector:
-            next(iter(collector))
-            stats = collector.stats()
+        _, stats = first_batch(OpenEnvEnv(workers.urls, timeout=PATIENCE), engine, data, n=16)
         assert (stats["accepted"], stats["rejected"]) == (16, 0)
         assert not is_served(dead.api_url)
         flag.unlink()
@@ -193,27 +195,21 @@ def test_a_worker_that_always_dies_at_once_is_given_up(tmp_path, caplog):
         ("exit", WorkerError, "ended with exit code 7"),
     ],
 )
-def test_the_error_of_a_start_is_raised_and_nothing_is_left(tmp_path, what, error, message):
-    flag = tmp_path / "flag"
-    flag.touch()
+def test_the_error_of_a_start_is_raised_and_nothing_is_left(flag, what, error, message):
     with pytest.raises(error, match=message):
         create(3, GoesWrong(flag, what))
     assert processes() == []
 
 
 @pytest.mark.slow
-def test_a_start_that_hangs_is_given_up(tmp_path):
-    flag = tmp_path / "flag"
-    flag.touch()
+def test_a_start_that_hangs_is_given_up(flag):
     with pytest.raises(WorkerError, match=r"did not answer /health within 0.5 seconds"):
         asyncio.run(create_workers(1, GoesWrong(flag, "hang"), timeout=0.5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "with processes"])
-async def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
-    flag = tmp_path / "flag"
-    flag.touch()
+async def test_nothing_is_left_of_a_start_that_is_cancelled(flag, when):
     before, running = leftovers(), len(processes())
     start = asyncio.ensure_future(create_workers(2, GoesWrong(flag, "hang"), timeout=PATIENCE))
     await asyncio.sleep(0)
@@ -228,27 +224,25 @@ async def test_nothing_is_left_of_a_start_that_is_cancelled(tmp_path, when):
 # ---- the end of the parent ----------------------------------------------------------------------
 
 
+MAKES_WORKERS = """
+import asyncio, sys
+from tests.envs.remote.worker_envs import Counts
+from torchrl_mt.envs.remote.workers import create_workers
+if __name__ == '__main__':
+    workers = asyncio.run(create_workers(2, Counts))
+    print(*[w.pid for w in workers], flush=True)
+    if sys.stdin.readline() == 'raise\\n':
+        raise KeyboardInterrupt
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_workers_end_with_the_process_that_made_them(how):
-    script = (
-        "import asyncio, sys\n"
-        "from tests.envs.remote.worker_envs import Counts\n"
-        "from torchrl_mt.envs.remote.workers import create_workers\n"
-        "if __name__ == '__main__':\n"
-        "    workers = asyncio.run(create_workers(2, Counts))\n"
-        "    print(*[w.pid for w in workers], flush=True)\n"
-        "    if sys.stdin.readline() == 'raise\\n':\n"
-        "        raise KeyboardInterrupt\n"
-    )
-    maker = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MAKES_WORKERS]
+    maker = subprocess.Popen(command, env=environment, text=True, **pipes)
     pids = [int(pid) for pid in maker.stdout.readline().split()]
     assert len(pids) == 2
     if how == "kill":
