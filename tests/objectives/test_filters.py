@@ -134,27 +134,6 @@ def test_several_multiply_and_keys_may_be_set(model, rows):
     assert WEIGHTS not in other.keys(True)
 
 
-@pytest.mark.parametrize(
-    ("filters", "error", "message"),
-    [
-        ("top_p", ValueError, "process must be one of 'clip_filter', 'dynamic_sampling'"),
-        ([3], TypeError, "process must be a name, a function or several"),
-        ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it with passes"),
-        (partial(top_entropy, rho=0.1), KeyError, "'entropy'; ExperienceMaker writes it with"),
-        (
-            lambda rows: top_entropy(rows),
-            KeyError,
-            "'entropy'; ExperienceMaker writes it with",
-        ),
-    ],
-)
-def test_bad_filters_are_refused_and_nothing_is_written(model, rows, filters, error, message):
-    batch = rows()
-    with pytest.raises(error, match=message):
-        ExperienceMaker(model, process=filters)(batch)
-    assert set(batch.keys(True)) == set(rows().keys(True))
-
-
 def test_entropies_may_be_another_makers_and_are_missed_before_any_model_runs(
     model, other_model, rows, monkeypatch
 ):

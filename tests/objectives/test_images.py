@@ -101,13 +101,6 @@ def test_a_frozen_vision_tower_gets_no_gradient_and_the_rest_gets_its_own(family
     assert not any(part in n for n in moved for part in tower)
 
 
-def test_models_without_a_vision_tower_cannot_freeze_it():
-    with pytest.raises(ValueError, match="freeze_vision=True needs an actor with a vision tower"):
-        MultiTurnLoss(make_model(), freeze_vision=True)
-    with pytest.raises(TypeError, match="freeze_vision must be True or False, got 'no'"):
-        MultiTurnLoss(make_model(), freeze_vision="no")
-
-
 @pytest.mark.parametrize("family", some_fast(["qwen2_5_vl"], FAMILIES))
 def test_makers_score_images_with_all_models(family):
     model, _ = vl_model(family)

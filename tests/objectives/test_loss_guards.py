@@ -17,11 +17,7 @@ from tests.objectives.helpers import (
     value_model,
 )
 from tests.settings import grouped
-from torchrl_mt.objectives import (
-    MultiTurnLoss,
-    Passes,
-    ValueModel,
-)
+from torchrl_mt.objectives import MultiTurnLoss, Passes, ValueModel
 from torchrl_mt.objectives.functional import merge_totals
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES

@@ -237,8 +237,7 @@ def test_an_update_that_learns_begins_the_count_anew():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"entropy_coef": 0.0}, {"kl_coef": 0.0}, {"entropy_coef": 0.1, "most": None}],
+    "options", [{}, {"entropy_coef": 0.0}, {"kl_coef": 0.0}, {"entropy_coef": 0.1, "most": None}]
 )
 def test_without_a_regulariser_or_limit_idle_updates_go_on(options):
     most = options.pop("most", 2)

@@ -24,13 +24,7 @@ from tests.objectives.helpers import objective_of, value_model
 from tests.rank_processes import needs_gloo, play, take_part
 from tests.scoring.helpers import tiny
 from tests.settings import grouped
-from torchrl_mt.objectives import (
-    ExperienceMaker,
-    MultiTurnLoss,
-    Passes,
-    RewardError,
-    micro_batches,
-)
+from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, RewardError, micro_batches
 from torchrl_mt.objectives.functional import RewardNormalizer
 from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.ranks import is_dtensor, most

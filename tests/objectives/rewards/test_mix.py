@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import torch
 
-from tests.objectives.helpers import refused
+from tests.objectives import helpers
+from tests.refusals import check_refused, refused
 from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.functional.time.episodes import index_episodes
@@ -212,7 +214,7 @@ def test_rows_are_left_alone_if_a_maker_that_rejected_some_fails(rows, model):
     keys = set(given.keys(True))
     mix = RewardMix(without_some, transform=fails)
     maker = ExperienceMaker(model, reward=mix, advantage="batch")
-    refused(maker, given, "no transform", RuntimeError)
+    helpers.refused(maker, given, "no transform", RuntimeError)
     dropped = ExperienceMaker(
         model, reward=without_some, advantage="batch", process=lambda rows: rows[:9]
     )(given)
@@ -305,10 +307,7 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
         __hash__ = None
 
     judge, other = Judge(1.0), Judge(3.0)
-    recipe = {
-        "maths": [(judge.score, 1.0), (other.score, 0.5)],
-        "chat": [(judge.score, 2.0)],
-    }
+    recipe = {"maths": [(judge.score, 1.0), (other.score, 0.5)], "chat": [(judge.score, 2.0)]}
     _, metrics = mixed(recipe, labelled(rows(n=6)))
     assert sorted(calls) == [3, 6]
     means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
@@ -339,18 +338,6 @@ def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
     for reward, metrics in (mixed([(meet, 1.0), (too, 1.0)], batch), asyncio.run(main())):
         assert metrics["reward/default/meet/mean"] == 1.0
         assert float(reward.sum()) == 2.0 * metrics["reward/default/too/count"]
-
-
-def test_a_source_cannot_change_the_rows(rows):
-    def spoil(rows):
-        rows["rewards", "full"].fill_(100.0)
-        rows["mine"] = rows["episode"]
-        return by_length(rows)
-
-    batch, before = rows(), rows()
-    mixed([(spoil, 1.0), ("episode", 1.0)], batch)
-    assert bool((batch == before).all())
-    assert set(batch.keys(True)) == set(before.keys(True))
 
 
 def test_the_transform_sees_where_rewards_lie(rows):
@@ -394,77 +381,82 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
     assert stopped == [True]
 
 
+ROW_5 = [1.0] * 5 + [torch.nan]
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (lambda n, s: [1.0] * (n - 1), ValueError, r"one number for each of the 6 rows, \[6\]"),
-        (lambda n, s: torch.zeros(n, s + 1), ValueError, r"of their tokens, \[6, 12\], got shape"),
-        (
-            lambda n, s: torch.zeros(n, 1),
-            ValueError,
-            r"each of the 6 rows, \[6\], .* got shape \(6, 1\)",
-        ),
-        (lambda n, s: torch.zeros(n, s, 1), ValueError, r"got shape \(6, 12, 1\)"),
-        (
-            lambda n, s: [1.0] * (n - 1) + [float("nan")],
-            ValueError,
-            "finite numbers, got nan for row 5",
-        ),
-        (
-            lambda n, s: None,
-            TypeError,
-            "the result of reward source 'judge' must be a tensor or numbers",
-        ),
-        (lambda n, s: ["good"] * n, TypeError, "got list"),
+        ([1.0] * 5, ValueError, r"one number for each of the 6 rows, \[6\]"),
+        (torch.zeros(6, 13), ValueError, r"of their tokens, \[6, 12\], got shape"),
+        (torch.zeros(6, 1), ValueError, r"each of the 6 rows, \[6\], .* got shape \(6, 1\)"),
+        (torch.zeros(6, 12, 1), ValueError, r"got shape \(6, 12, 1\)"),
+        (ROW_5, ValueError, "finite numbers, got nan for row 5"),
+        (None, TypeError, "the result of reward source 'judge' must be a tensor or numbers"),
+        (["good"] * 6, TypeError, "got list"),
     ],
 )
 def test_bad_answers_are_refused(rows, answer, error, message):
     def judge(rows):
-        return answer(*rows["tokens", "full"].shape)
+        return answer
 
     with pytest.raises(error, match=message):
         mixed(judge, rows())
 
 
-def test_bad_recipes_and_labels_are_refused(rows):
-    for recipe, error, message in [
-        ({}, ValueError, "a recipe for each label"),
-        ({"a": []}, ValueError, "label 'a' must have a list"),
-        ([("other", 1.0)], TypeError, "a reward source must be 'episode', a callable"),
-        ([("episode", float("inf"))], ValueError, "weight of 'episode' must be a finite number"),
-        (["episode"], TypeError, r"\(source, weight\) pairs"),
-        ({"a": "episode"}, ValueError, "label 'a' must have a list"),
-    ]:
-        with pytest.raises(error, match=message):
-            RewardMix(recipe)
-    own = [("episode", 1.0)]
-    recipe = {"maths": own, "chat": own}
-    with pytest.raises(KeyError, match="rows lack the entry 'label'"):
-        mixed(recipe, rows())
-    batch = labelled(rows())
-    for given, n, unknown in [
-        ({"maths": own}, 3, "chat"),
-        ({"default": own}, 0, "maths"),
-        ({"default": own, "chat": own}, 0, "maths"),
-    ]:
-        known = ", ".join(map(repr, given))
-        message = (
-            f"'label' of row {n} must be one of {known}, got '{unknown}': no recipe stands in "
-            rf"for another.*reward=\{{'{unknown}': \[\(source, weight\)\], ...\}}"
-        )
-        with pytest.raises(ValueError, match=message):
-            mixed(given, batch)
-    # Without a label, among others that have one.
-    bare = batch.clone()
-    bare["label"] = [None] * len(bare)
-    torch.testing.assert_close(mixed({"default": own, "maths": own}, bare)[0], mixed(own, batch)[0])
-    with pytest.raises(ValueError, match=r"got None: .* reward=\{'default': "):
-        mixed({"maths": own}, bare)
-    bare["label"] = [3] * len(bare)
-    with pytest.raises(ValueError, match=r"got 3: .* reward=\{'3': .*, a str"):
-        mixed({"default": own}, bare)
-    batch["label"] = ["maths", "chat"] * 3
-    with pytest.raises(ValueError, match="the same on all rows of an episode"):
-        mixed(recipe, batch)
-    with pytest.raises(KeyError, match="MergeTurns writes it"):
-        mixed("episode", rows().exclude("rewards"))
+OWN = [("episode", 1.0)]
+EACH_KNOWN = {"maths": OWN, "chat": OWN}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        refused("a recipe for each label", RewardMix, {}),
+        refused("label 'a' must have a list", RewardMix, {"a": []}),
+        refused("label 'a' must have a list", RewardMix, {"a": "episode"}),
+        refused(
+            "a reward source must be 'episode', a callable",
+            *(RewardMix, [("other", 1.0)]),
+            error=TypeError,
+        ),
+        refused("weight of 'episode' must be a finite", RewardMix, [("episode", float("inf"))]),
+        refused("(source, weight) pairs", RewardMix, ["episode"], error=TypeError),
+    ],
+)
+def test_bad_recipes_are_refused(call, error, text):
+    check_refused(call, error, text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "label", "error", "text"),
+    [
+        (EACH_KNOWN, None, KeyError, "rows lack the entry 'label'"),
+        *(
+            (
+                *(given, ["maths"] * 3 + ["chat"] * 3, ValueError),
+                f"'label' of row {n} must be one of {known}, got '{unknown}': no recipe stands in "
+                f"for another…reward={{'{unknown}': [(source, weight)], ...}}",
+            )
+            for given, known, n, unknown in (
+                ({"maths": OWN}, "'maths'", 3, "chat"),
+                ({"default": OWN}, "'default'", 0, "maths"),
+                ({"default": OWN, "chat": OWN}, "'default', 'chat'", 0, "maths"),
+            )
+        ),
+        ({"maths": OWN}, [None] * 6, ValueError, "got None: … reward={'default': "),
+        ({"default": OWN}, [3] * 6, ValueError, "got 3: … reward={'3': …, a str"),
+        (EACH_KNOWN, ["maths", "chat"] * 3, ValueError, "the same on all rows of an episode"),
+    ],
+)
+def test_labels_without_a_recipe_are_refused(rows, recipe, label, error, text):
+    batch = rows()
+    if label is not None:
+        batch["label"] = label
+    check_refused(partial(mixed, recipe, batch), error, text)
+
+
+def test_without_a_label_the_default_recipe_is_meant(rows):
+    batch = rows()
+    batch["label"] = [None] * len(batch)
+    got, expected = mixed({"default": OWN, "maths": OWN}, batch)[0], mixed(OWN, rows())[0]
+    torch.testing.assert_close(got, expected)

@@ -71,9 +71,7 @@ def test_rows_that_are_locked_in_part_are_refused_before_anything_runs(
     before = entries(batch)
     normalizer = RewardNormalizer()
     maker = ExperienceMaker(
-        model,
-        ref=other_model,
-        reward=RewardMix("episode", transform=normalizer),
+        model, ref=other_model, reward=RewardMix("episode", transform=normalizer)
     )
     handle = other_model.register_forward_pre_hook(never, with_kwargs=True)
     with pytest.raises(ValueError, match=r"cannot be given the entry .* is locked.*rows.copy\(\)"):
