@@ -49,14 +49,6 @@ def test_entries_have_the_promised_shapes_and_types(model, other_model, rows):
     assert out["advantage"].dtype is torch.float32
 
 
-def test_old_log_probs_come_from_who_was_asked(model, rows):
-    sampler = ExperienceMaker(model, old_log_probs="sampler")(rows())
-    assert torch.equal(sampler["log_probs", "old"], rows()["log_probs", "full"])
-    batch = rows()
-    actor = ExperienceMaker(model, old_log_probs="actor")(batch)
-    torch.testing.assert_close(actor["log_probs", "old"], log_probs(model, batch))
-
-
 def everything(model, other_model, **options):
     return ExperienceMaker(
         model,
@@ -123,16 +115,6 @@ def test_mixed_precision_is_close_and_answers_in_float32(model, other_model, row
         assert mixed[key].dtype is torch.float32
         torch.testing.assert_close(mixed[key], exact[key], atol=0.3, rtol=0.1)
     assert not torch.equal(mixed["log_probs", "old"], exact["log_probs", "old"])
-
-
-def test_turn_advantage_takes_the_returns_that_came_with_the_rows(model, rows):
-    batch = rows()
-    made = ExperienceMaker(model, advantage="turn", gamma=0.7)(batch)
-    given = rows()
-    given["rewards", "to_go"] = made["returns"].clone()
-    given["rewards", "full"] = torch.zeros_like(given["rewards", "full"])
-    out = ExperienceMaker(model, advantage="turn", gamma=0.2)(given)
-    torch.testing.assert_close(out["advantage"], made["advantage"])
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)
@@ -219,20 +201,6 @@ def test_copies_of_an_episode_are_episodes_of_their_own(model, rows, advantage):
     got, expected = maker(batch), maker(renamed)
     torch.testing.assert_close(got["returns"], expected["returns"])
     torch.testing.assert_close(got["advantage"], expected["advantage"])
-
-
-def test_rows_that_cannot_be_told_apart_are_refused(model, rows):
-    batch = rows()
-    batch["episode_index"], batch["fork"] = (
-        batch["episode"].clone(),
-        (torch.arange(6) % 3 == 1).long(),
-    )
-    twice = torch.cat([batch, batch])
-    refused(ExperienceMaker(model), twice, r"fork 0 of episode 0 .* more than once")
-    twice["episode_index"][6:] += 100
-    expected = ExperienceMaker(model, advantage="turn", gamma=0.9)(batch)["returns"]
-    got = ExperienceMaker(model, advantage="turn", gamma=0.9)(twice)["returns"]
-    torch.testing.assert_close(got, torch.cat([expected, expected]))
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGE_KINDS)

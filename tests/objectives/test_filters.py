@@ -50,15 +50,6 @@ def test_groups_without_spread_get_no_weight(model, other_model, rows, advantage
     assert WEIGHTS not in plain.keys(True)
 
 
-def test_returns_that_came_with_the_rows_are_scores_too(model, rows):
-    batch = scored_rows(rows, SCORES)
-    given = ExperienceMaker(model, advantage="turn")(batch.clone())
-    batch["rewards", "to_go"] = given["returns"].clone()
-    batch["rewards", "full"].zero_()
-    out = ExperienceMaker(model, advantage="turn", process="dynamic_sampling")(batch)
-    assert torch.equal(out[WEIGHTS].any(-1), SPREAD)
-
-
 def test_equal_scores_are_no_spread_in_whatever_order_they_were_earned(model, rows):
     batch = rows(n=2, s=40, suffix_padding=False)
     batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])

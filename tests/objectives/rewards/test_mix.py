@@ -171,12 +171,6 @@ def test_weights_of_zero_reject_nothing(rows):
     assert not reward.any()
 
 
-def test_only_the_score_of_the_last_row_is_read(rows):
-    batch = rows(n=3)
-    reward, _ = mixed(lambda rows: [None, 2.0, 3.0], batch)
-    assert reward.sum(-1).tolist() == [0.0, 2.0, 3.0]
-
-
 def without_some(rows):
     score = rows["tokens", "full"].sum(-1)
     return [None if each % 3 == 0 else each / 9 for each in score.tolist()]
@@ -265,21 +259,6 @@ def test_only_the_last_rows_are_shown_to_a_source_per_episode(rows):
     assert torch.equal(seen[0], batch["tokens", "full"][[1, 2]])
     assert metrics["reward/maths/judge/count"] == 2
     assert len(seen) == 1
-
-
-def test_a_source_is_asked_once_for_all_labels_and_named_apart(rows):
-    calls = []
-
-    def judge(rows):
-        calls.append(len(rows))
-        return by_length(rows)
-
-    first, second = (lambda rows: by_length(rows)), (lambda rows: -by_length(rows))
-    batch = labelled(rows(n=6))
-    recipe = {"maths": [(judge, 1.0), (first, 1.0)], "chat": [(judge, 2.0), (second, 1.0)]}
-    _, metrics = mixed(recipe, batch)
-    assert calls == [6]
-    assert {"reward/maths/<lambda>/mean", "reward/chat/<lambda>#2/mean"} <= set(metrics)
 
 
 def test_a_source_that_is_listed_twice_has_both_weights(rows):

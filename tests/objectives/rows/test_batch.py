@@ -25,6 +25,7 @@ def complete(rows):
     batch["fork"] = (torch.arange(9) % 3 == 1).long()
     batch["label"] = ["a" if e % 2 else "b" for e in batch["episode"].tolist()]
     batch["valid"] = batch["episode"] != batch["episode"][-1]
+    batch["rewards", "to_go"] = batch["rewards", "full"] + 1
     return batch
 
 
@@ -69,18 +70,12 @@ def renamed(batch, keys):
 def clear_of(name):
     """The flat parent of a key's default, and the keys that lay below it elsewhere."""
     flat = USUAL[name][0]
-    return {
-        name: flat,
-        **{
-            other: f"moved_{other}"
-            for other, key in NESTED.items()
-            if key[0] == flat and other != name
-        },
-    }
+    below = {other for other, key in NESTED.items() if key[0] == flat}
+    return {other: f"moved_{other}" for other in below} | {name: flat}
 
 
 @pytest.mark.parametrize("name", NESTED)
-@pytest.mark.parametrize("advantage", ["gae", "grpo"])
+@pytest.mark.parametrize("advantage", ["gae", "grpo", "turn"])
 def test_a_key_may_be_the_flat_parent_of_its_default(model, other_model, rows, name, advantage):
     expected = everything(model, other_model, advantage=advantage)(complete(rows))
     maker = everything(model, other_model, advantage=advantage)
@@ -97,19 +92,6 @@ def test_a_key_may_be_the_flat_parent_of_its_default(model, other_model, rows, n
     for key, value in given.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(out.get(key), value)
-
-
-def test_given_returns_may_lie_flat_too(model, rows):
-    batch = rows()
-    batch["rewards", "to_go"] = torch.randn(6, 12)
-    options = {"advantage": "turn", "process": "dynamic_sampling"}
-    expected = ExperienceMaker(model, **options)(batch.clone())
-    maker = ExperienceMaker(model, **options)
-    keys = clear_of("turn_return")
-    maker.set_keys(**keys)
-    out = maker(renamed(batch, keys))
-    torch.testing.assert_close(out["advantage"], expected["advantage"])
-    assert torch.equal(out["weights", "full"], expected["weights", "full"])
 
 
 @pytest.mark.parametrize("key", ["rewards", ("rewards", "episode"), ("rewards", "episode", "own")])
@@ -213,13 +195,13 @@ IMAGINARY = torch.ones(6, 12, dtype=torch.complex64) * 1j
 
 
 @pytest.mark.parametrize(
-    "advantage",
+    "kind",
     ["grpo", "dr_grpo", "rloo", "opo", "max_rl", "batch", "turn", "gae", "turn_gae", "bilevel_gae"],
 )
-def test_own_rewards_that_overflow_in_sum_are_named(model, rows, advantage):
+def test_own_rewards_that_overflow_in_sum_are_named(model, rows, kind):
     batch = rows()
     batch["rewards", "full"] = torch.where(batch["masks", "all_assistant_mask"], HUGE, 0.0)
-    maker = ExperienceMaker(model, critic=TokenCritic(), advantage=Advantage(advantage, lmbda=1.0))
+    maker = ExperienceMaker(model, critic=TokenCritic(), advantage=Advantage(kind, lmbda=1.0))
     refused(maker, batch, "must be finite where it counts, got .*inf.* in episode")
 
 
@@ -280,25 +262,26 @@ def test_callables_that_answer_with_no_real_numbers_are_named(model, rows, optio
 
 
 def test_copies_of_an_episode_that_nothing_tells_apart_are_refused(model, rows):
-    two = torch.cat([rows(), rows()])
-    two["episode_index"] = torch.cat([rows()["episode"], rows()["episode"] + 100])
-    two["fork"] = (torch.arange(12) % 3 == 1).long()
-    maker = ExperienceMaker(model)
-    t = first_sampled(two, 0)
-    turn = int(two["turns", "full"][0, t])
+    batch, maker = rows(), ExperienceMaker(model)
+    batch["episode_index"] = batch["episode"].clone()
+    batch["fork"] = (torch.arange(6) % 3 == 1).long()
+    two = torch.cat([batch, batch])
+    refused(maker, two, r"fork 0 of episode 0 .* more than once")
+    turn = int(two["turns", "full"][0, first_sampled(two, 0)])
     message = rf"turn {turn} of episode 0 lies in row 0 and in row 6.*'episode_index'"
-    with pytest.raises(ValueError, match=message):
-        maker(two.select(*maker.in_keys))
-    expected = maker(two.clone())["advantage"]
+    refused(maker, two.select(*maker.in_keys), message)
+    two["episode_index"][6:] += 100
+    expected, once = maker(two.clone()), maker(batch)["returns"]
+    torch.testing.assert_close(expected["returns"], torch.cat([once, once]))
     chosen = two.select(*maker.in_keys, *maker.optional_in_keys, strict=False)
-    assert torch.equal(maker(chosen)["advantage"], expected)
+    assert torch.equal(maker(chosen)["advantage"], expected["advantage"])
 
 
 def test_rows_that_were_sampled_at_another_temperature_are_refused(model, rows):
-    batch = rows()
-    batch["sampling", "temperature"] = torch.full((len(batch),), 0.5)
+    batch, key = rows(), ("sampling", "temperature")
+    batch[key] = torch.full((len(batch),), 0.5)
     refused(ExperienceMaker(model), batch, r"'temperature'\) 0.5, but temperature is 1.0")
-    batch["sampling", "temperature"][1] = torch.nan
+    batch[key][1] = torch.nan
     maker = ExperienceMaker(model, passes=Passes(temperature=0.5))
     refused(maker, batch, "at different temperatures")
     batch["valid"] = batch["episode"] != batch["episode"][1]
@@ -323,24 +306,6 @@ def test_scores_of_given_returns_are_those_of_first_turns(model, rows):
     batch["rewards", "to_go"] = torch.where(mask, worth, 0.0)
     out = ExperienceMaker(model, advantage="turn", process="dynamic_sampling")(batch)
     assert out["weights", "full"].any(-1).tolist() == [False] * 4 + [True] * 2
-
-
-def test_scores_add_up_in_double_precision(model, rows):
-    """Rewards that cancel, between which a small one would be lost."""
-    batch = rows(n=2, s=40, suffix_padding=False)
-    batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])
-    batch["rewards", "full"].zero_()
-    for n, parts in enumerate(([1e8, 1.0, -1e8], [1.0, 1e8, -1e8])):
-        places = batch["masks", "all_assistant_mask"][n].nonzero()[: len(parts), 0]
-        batch["rewards", "full"][n, places] = torch.tensor(parts)
-    seen = []
-
-    def one(rows):
-        seen.append(rows[EPISODE_SCORE])
-        return rows
-
-    ExperienceMaker(model, process=one)(batch)
-    assert seen[0].tolist() == [1.0, 1.0]
 
 
 def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, rows):
@@ -382,12 +347,12 @@ def test_scores_that_overflow_are_named_though_returns_do_not(model, rows):
 
 
 def test_what_is_known_of_the_temperature_is_as_exact_as_its_type(model, rows):
-    batch = rows()
+    batch, maker = rows(), ExperienceMaker(model, passes=Passes(temperature=0.7))
     batch["sampling", "temperature"] = torch.full((len(batch),), 0.7, dtype=torch.bfloat16)
-    assert "advantage" in ExperienceMaker(model, passes=Passes(temperature=0.7))(batch)
+    assert "advantage" in maker(batch.clone())
     batch["masks", "all_assistant_mask"][0] = False
     batch["sampling", "temperature"][0] = torch.nan
-    assert "advantage" in ExperienceMaker(model, passes=Passes(temperature=0.7))(batch)
+    assert "advantage" in maker(batch)
 
 
 def test_a_controller_that_fails_leaves_the_rows_alone(model, other_model, rows):
