@@ -31,18 +31,10 @@ def batch(model):
 FULL = {"objective": "decoupled_ppo", "kl_coef": 0.1, "clip_value": 0.2}
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        ("log_probs", "old"),
-        ("log_probs", "full"),
-        ("log_probs", "ref"),
-        ("weights", "full"),
-        "advantage",
-        "values",
-        "returns",
-    ],
-)
+LOG_PROBS = [("log_probs", name) for name in ("old", "full", "ref")]
+
+
+@pytest.mark.parametrize("key", [*LOG_PROBS, ("weights", "full"), "advantage", "values", "returns"])
 def test_entries_that_carry_a_graph_are_refused_by_key(model, batch, key):
     loss = MultiTurnLoss(model, **grouped(critic=TokenCritic(), **FULL))
     loss(batch)
@@ -265,12 +257,9 @@ def test_an_actor_that_gives_no_number_is_named(model, batch, objective, bad):
     mask = batch[MASK]
     row, token = (mask & (torch.arange(12) > 1)).nonzero()[3].tolist()
     # Logits lie one place before the token that they predict.
-    spoiled = Spoiled(model, at(row, token - 1), bad)
-    loss = MultiTurnLoss(spoiled, objective=objective)
-    where = (
-        rf"log-probabilities must be finite .*\(row {row}, token {token}\) and 0 more: the model"
-    )
-    with pytest.raises(ValueError, match=where):
+    loss = MultiTurnLoss(Spoiled(model, at(row, token - 1), bad), objective=objective)
+    where = rf"must be finite .*\(row {row}, token {token}\) and 0 more: the model"
+    with pytest.raises(ValueError, match=f"log-probabilities {where}"):
         loss(batch)
     batch["valid"] = torch.arange(len(batch)) != row
     assert all(value.isfinite() for value in loss(batch).values())

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.objectives.conftest import make_model, make_rows
 from tests.objectives.helpers import gradients
+from tests.tiers import examples
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
 
 READ = ("tokens", "masks", "group")
@@ -41,6 +42,7 @@ def reference(model, rows):
     return total / max(number, 1)
 
 
+@examples(12)
 @given(seed=st.integers(0, 999), suffix=st.booleans(), packed=st.booleans())
 def test_value_and_gradient_are_the_references(seed, suffix, packed):
     rows = supervised(seed, n=3, s=8, suffix_padding=suffix or packed)

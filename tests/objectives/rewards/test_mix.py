@@ -44,11 +44,9 @@ async def slowly(rows):
 def plain(recipe, batch):
     """The recipe in float64, place by place; also each episode's score by label and source."""
     mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    out = torch.zeros(mask.shape, dtype=torch.float64)
-    scores = {}
-    labels = batch.get("label", None)
-    labels = ["default"] * len(batch) if labels is None else labels.tolist()
-    length = batch["masks", "all_attention_mask"].sum(-1)
+    own = {"episode": batch["rewards", "full"], by_token: 0.1 * batch["tokens", "full"]}
+    length, labels = by_length(batch), list(batch["label"])
+    out, scores = torch.zeros(mask.shape, dtype=torch.float64), {}
     for e in set(batch["episode"].tolist()):
         places = [(n, t) for n, t in mask.nonzero().tolist() if int(batch["episode"][n]) == e]
         if not places:
@@ -56,21 +54,14 @@ def plain(recipe, batch):
         last = max(places, key=lambda place: (int(turns[place]), place[1]))
         label = labels[last[0]]
         for source, weight in recipe[label]:
-            score = 0.0
-            if source in (by_length, slowly):
-                score = float(length[last[0]]) - (7 if source is slowly else 0)
-                out[last] += weight * score
+            if source in own:
+                rewards = {place: float(own[source][place]) for place in places}
             else:
-                for place in places:
-                    own = source == "episode"
-                    r = (
-                        float(batch["rewards", "full"][place])
-                        if own
-                        else 0.1 * float(batch["tokens", "full"][place])
-                    )
-                    out[place] += weight * r
-                    score += r
-            scores.setdefault((label, getattr(source, "__name__", source)), []).append(score)
+                rewards = {last: float(length[last[0]]) - (7 if source is slowly else 0)}
+            for place, reward in rewards.items():
+                out[place] += weight * reward
+            name = getattr(source, "__name__", source)
+            scores.setdefault((label, name), []).append(sum(rewards.values()))
     return out, scores
 
 
@@ -121,34 +112,29 @@ def skipping(source, skips, name):
 def test_sources_that_do_not_apply_leave_their_weight_to_others(rows, seed):
     """Scores of episodes, with ``None`` for some, against the formula in plain numbers."""
     batch = rows(seed, n=15)
+    skips = [lambda x: x % 2 == 0, lambda x: x % 3 == 0, lambda x: x < 0]
     parts = [
-        (skipping(by_length, lambda x: x % 2 == 0, "even"), 2.0, lambda x: x % 2 == 0),
-        (skipping(by_length, lambda x: x % 3 == 0, "third"), -0.5, lambda x: x % 3 == 0),
-        (skipping(by_length, lambda x: x < 0, "watched"), 0.0, lambda x: x < 0),
+        (skipping(by_length, skip, str(number)), weight)
+        for number, (skip, weight) in enumerate(zip(skips, (2.0, -0.5, 0.0), strict=True))
     ]
-    reward, metrics = mixed([part[:2] for part in parts], batch)
-    kept = {part[0].name: 0 for part in parts}
-    episodes = outcomes(batch)
-    unscored = 0
-    for last in episodes.last_token.tolist():
-        if last < 0:
-            continue
+    reward, metrics = mixed(parts, batch)
+    kept, unscored, episodes = [0] * 3, 0, outcomes(batch)
+    for last in episodes.last_token[episodes.last_token >= 0].tolist():
         row = last // reward.shape[1]
         tokens, length = int(batch["tokens", "full"][row].sum()), float(by_length(batch)[row])
-        here = [part for part in parts if not part[2](tokens)]
-        for source, _, _ in here:
-            kept[source.name] += 1
-        weight = sum(abs(weight) for _, weight, _ in here)
+        here = [number for number, skip in enumerate(skips) if not skip(tokens)]
+        for number in here:
+            kept[number] += 1
+        weights = [parts[number][1] for number in here]
         same = episodes.of_row == episodes.of_row[row]
-        if not weight:
+        if not any(weights):
             unscored += 1
             assert reward[same].isnan().all()
             continue
-        expected = 2.5 / weight * sum(weight for _, weight, _ in here) * length
+        expected = 2.5 / sum(map(abs, weights)) * sum(weights) * length
         assert reward[same].sum() == pytest.approx(expected)
         assert reward[same].flatten().nonzero().numel() == 1
-    for name, count in kept.items():
-        assert metrics[f"reward/default/{name}/count"] == count
+    assert [metrics[f"reward/default/{number}/count"] for number in range(3)] == kept
     sampled = int((episodes.last_token >= 0).sum())
     assert metrics["reward/default/count"] == sampled - unscored
 
@@ -273,6 +259,8 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
     calls = []
 
     class Judge:
+        __hash__ = None
+
         def __init__(self, score):
             self.result = score
 
@@ -283,20 +271,13 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
         def __eq__(self, other):
             return True
 
-        __hash__ = None
-
     judge, other = Judge(1.0), Judge(3.0)
     recipe = {"maths": [(judge.score, 1.0), (other.score, 0.5)], "chat": [(judge.score, 2.0)]}
     _, metrics = mixed(recipe, labelled(rows(n=6)))
     assert sorted(calls) == [3, 6]
-    means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
-    assert means == {
-        "reward/maths/score/mean": 1.0,
-        "reward/maths/score#2/mean": 3.0,
-        "reward/maths/mean": 2.5,
-        "reward/chat/score/mean": 1.0,
-        "reward/chat/mean": 2.0,
-    }
+    means = {name[7:-5]: value for name, value in metrics.items() if name.endswith("/mean")}
+    of_maths = {"maths/score": 1.0, "maths/score#2": 3.0, "maths": 2.5}
+    assert means == {**of_maths, "chat/score": 1.0, "chat": 2.0}
 
 
 def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
