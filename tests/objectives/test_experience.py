@@ -20,6 +20,7 @@ from tests.objectives.helpers import (
     reward_model,
 )
 from tests.settings import grouped
+from tests.tiers import slow
 from torchrl_mt.objectives import Advantage, ExperienceMaker, MultiTurnLoss, Passes, RewardMix
 from torchrl_mt.objectives.credit import ADVANTAGE_KINDS
 from torchrl_mt.objectives.functional import RewardNormalizer, clip_reward, kl_estimate
@@ -73,14 +74,13 @@ def test_torchrls_wrappers_are_models_too(model, other_model, rows, tokenizer):
         torch.testing.assert_close(out[key], expected[key])
 
 
+PACKED = {"packed": True, "micro_batch_tokens": 13}
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"micro_batch_size": 2},
-        pytest.param({"micro_batch_tokens": 13}, marks=pytest.mark.slow),
-        pytest.param({"packed": True}, marks=pytest.mark.slow),
-        {"packed": True, "micro_batch_tokens": 13},
-    ],
+    [{"micro_batch_size": 2}, slow({"micro_batch_tokens": 13}), slow({"packed": True}), PACKED],
+    ids=str,
 )
 def test_micro_batches_and_packs_change_nothing(model, other_model, rows, options):
     whole = everything(model, other_model)(rows())
@@ -216,18 +216,11 @@ def test_rows_of_which_nothing_was_sampled_are_finite(model, other_model, rows, 
 
 
 def test_a_reward_transform_acts_on_the_sum_before_the_kl(model, other_model, rows):
-    batch = rows()
     options = {"ref": other_model, "advantage": "dr_grpo", "kl_coef": 0.1}
-    maker = ExperienceMaker(
-        model,
-        reward=RewardMix(SOURCES, transform=lambda reward, mask: clip_reward(reward, -1, 1)[0]),
-        **options,
-    )
-    out = maker(batch)
-    by_hand = rows()
-    by_hand["rewards", "full"] = (
-        ExperienceMaker(model, reward=SOURCES)(rows())["rewards", "shaped"].clamp(-1, 1).clone()
-    )
+    clipped = RewardMix(SOURCES, transform=lambda reward, mask: clip_reward(reward, -1, 1)[0])
+    out = ExperienceMaker(model, reward=clipped, **options)(rows())
+    by_hand, plain = rows(), ExperienceMaker(model, reward=SOURCES)(rows())
+    by_hand["rewards", "full"] = plain["rewards", "shaped"].clamp(-1, 1)
     assert torch.equal(out["rewards", "shaped"], by_hand["rewards", "full"])
     expected = ExperienceMaker(model, **options)(by_hand)
     for key in ("advantage", "returns"):
@@ -258,22 +251,24 @@ def test_rewards_are_normalised_by_all_batches_so_far(model, rows):
 
 
 def test_controllers_are_told_each_batch_once_and_hold_for_the_next(model, other_model, rows):
-    adaptive = AdaptiveKLController(init_kl_coef=0.1, target=0.01, horizon=10)
-    maker = ExperienceMaker(model, ref=other_model, kl_coef=adaptive, kl_kind="k3")
-    fixed = ExperienceMaker(model, ref=other_model, kl_coef=0.1, kl_kind="k3")
-    first, expected = maker(rows()), fixed(rows())
+    def make(coefficient):
+        return ExperienceMaker(model, ref=other_model, kl_coef=coefficient, kl_kind="k3")
+
+    adaptive, low = (
+        AdaptiveKLController(init_kl_coef=0.1, target=target, horizon=10)
+        for target in (0.01, 100.0)
+    )
+    maker = make(adaptive)
+    first, expected = maker(rows()), make(0.1)(rows())
     assert torch.equal(first["advantage"], expected["advantage"])
     assert maker.metrics["kl/mean"] > 0.012
     assert maker.metrics["kl_coef"] == 0.1
     assert adaptive.coef == pytest.approx(0.1 * (1 + 0.2 / 10))
     maker(rows())
     assert maker.metrics["kl_coef"] == pytest.approx(0.102)
-    low = AdaptiveKLController(init_kl_coef=0.1, target=100.0, horizon=10)
-    ExperienceMaker(model, ref=other_model, kl_coef=low, kl_kind="k3")(rows())
+    make(low)(rows())
     assert low.coef == pytest.approx(0.1 * (1 - 0.2 / 10))
-    constant = ExperienceMaker(
-        model, ref=other_model, kl_coef=ConstantKLController(kl_coef=0.1), kl_kind="k3"
-    )
+    constant = make(ConstantKLController(kl_coef=0.1))
     assert torch.equal(constant(rows())["advantage"], expected["advantage"])
 
 
@@ -423,16 +418,20 @@ def test_labels_are_not_read_where_there_is_one_recipe(model, rows, label, rewar
     assert torch.equal(out["advantage"], expected["advantage"])
 
 
-def test_keys_that_would_overwrite_each_other_are_refused(model, rows):
-    maker = ExperienceMaker(model)
-    for keys in (
+@pytest.mark.parametrize(
+    "keys",
+    [
         {"advantage": "returns"},
         {"advantage": ("returns", "x")},
         {"kl": ("kl", "full"), "entropy": "kl"},
         {"sample_log_prob": ("log_probs", "full")},
-    ):
-        with pytest.raises(ValueError, match="must have keys of which none lies in the other"):
-            maker.set_keys(**keys)
+    ],
+    ids=str,
+)
+def test_keys_that_would_overwrite_each_other_are_refused(model, rows, keys):
+    maker = ExperienceMaker(model)
+    with pytest.raises(ValueError, match="must have keys of which none lies in the other"):
+        maker.set_keys(**keys)
     assert maker.tensor_keys.advantage == "advantage"
     maker.set_keys(advantage="returns", value_target="advantage")
     expected = ExperienceMaker(model)(rows())
@@ -592,21 +591,22 @@ def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
     batch[MASK][:, 0] = True
     maker = ExperienceMaker(model, passes=Passes(with_entropy=True))
     out = maker(batch)
-    mask, valid = batch[MASK], batch["valid"].tolist()
-    per_row = [int(mask[n].sum()) for n in range(9) if valid[n]]
-    per_episode = {}
-    for n, e in enumerate(batch["episode"].tolist()):
-        if valid[n]:
-            per_episode[e] = per_episode.get(e, 0) + int(mask[n].sum())
+    mask, valid = batch[MASK], batch["valid"]
+    per_row = mask.sum(-1)[valid]
+    ids, of_row = batch["episode"][valid].unique(return_inverse=True)
+    entropy = out["entropy"][:, 1:][(mask & valid[:, None])[:, 1:]]
     for name, counts in [
-        ("tokens_per_row", torch.tensor(per_row).double()),
-        ("tokens_per_episode", torch.tensor([*per_episode.values()]).double()),
-        ("entropy", out["entropy"][:, 1:][(mask & batch["valid"][:, None])[:, 1:]].double()),
+        ("tokens_per_row", per_row.double()),
+        (
+            "tokens_per_episode",
+            torch.zeros(len(ids)).double().index_add(0, of_row, per_row.double()),
+        ),
+        ("entropy", entropy.double()),
     ]:
         assert maker.metrics[f"{name}/count"] == len(counts)
         assert maker.metrics[f"{name}/mean"] == pytest.approx(float(counts.mean()))
         assert maker.metrics[f"{name}/std"] == pytest.approx(float(counts.std(correction=0)))
-    assert len(per_episode) < len(per_row) < 9
+    assert len(ids) < len(per_row) < 9
     batch["valid"] = torch.zeros(9, dtype=torch.bool)
     maker(batch)
     assert maker.metrics["tokens_per_episode/count"] == 0.0
@@ -615,19 +615,15 @@ def test_metrics_show_how_much_was_sampled_and_how_surely(model, rows):
 def test_metrics_show_how_whole_the_groups_are(model, rows):
     batch = rows(n=12)
     batch["group"] = torch.tensor([10**6, 7, -3])[batch["episode"] % 3]
-    maker = ExperienceMaker(model, advantage="grpo")
     batch["valid"] = torch.arange(12) != 11
+    maker = ExperienceMaker(model, advantage="grpo")
     maker(batch)
-    of = {}
-    for episode, group, valid in zip(
-        *(batch[key].tolist() for key in ("episode", "group", "valid")), strict=True
-    ):
-        of.setdefault(group, set()).update({episode} if valid else ())
-    counts = torch.tensor([float(len(episodes)) for episodes in of.values() if episodes])
+    places = torch.stack([batch["group"], batch["episode"]], 1)[batch["valid"]].unique(dim=0)
+    _, counts = places[:, 0].unique(return_counts=True)
     got = {k: v for k, v in maker.metrics.items() if k.startswith("episodes_per_group/")}
     assert got == {
-        "episodes_per_group/mean": pytest.approx(float(counts.mean())),
-        "episodes_per_group/std": pytest.approx(float(counts.std(correction=0))),
+        "episodes_per_group/mean": pytest.approx(float(counts.double().mean())),
+        "episodes_per_group/std": pytest.approx(float(counts.double().std(correction=0))),
         "episodes_per_group/count": len(counts),
     }
     assert got["episodes_per_group/std"] > 0
