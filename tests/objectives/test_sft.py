@@ -97,19 +97,6 @@ def test_wrong_weights_are_refused_by_name(weight, message):
         MultiTurnLoss(MODEL, objective="sft")(rows)
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["seq_mean_token_mean", "seq_mean_token_sum", "prompt_mean"]
-)
-def test_it_respects_the_aggregation(aggregation):
-    rows = supervised(1, n=5)
-    loss = MultiTurnLoss(MODEL, objective="sft", aggregation=aggregation)
-    rows["advantage"] = torch.ones(*rows["tokens", "full"].shape, 1)
-    rows["log_probs", "old"] = torch.zeros(rows["tokens", "full"].shape)
-    expected = MultiTurnLoss(MODEL, objective="reinforce", aggregation=aggregation)(rows)
-    got = loss(rows)["loss_objective"]
-    torch.testing.assert_close(got, expected["loss_objective"])
-
-
 NO_BATCH = r"a batch, \[N, S\].*shape \(8,\): .* collate\(\[row\]\)"
 
 
