@@ -308,6 +308,23 @@ def test_scores_of_given_returns_are_those_of_first_turns(model, rows):
     assert out["weights", "full"].any(-1).tolist() == [False] * 4 + [True] * 2
 
 
+def test_scores_add_up_in_double_precision(model, rows):
+    """Rewards that cancel, between which a small one would be lost."""
+    batch, seen = rows(n=2, s=40, suffix_padding=False), []
+    batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])
+    batch["rewards", "full"].zero_()
+    for n, parts in enumerate(([1e8, 1.0, -1e8], [1.0, 1e8, -1e8])):
+        places = batch["masks", "all_assistant_mask"][n].nonzero()[: len(parts), 0]
+        batch["rewards", "full"][n, places] = torch.tensor(parts)
+
+    def one(rows):
+        seen.extend(rows[EPISODE_SCORE].tolist())
+        return rows
+
+    ExperienceMaker(model, process=one)(batch)
+    assert seen == [1.0, 1.0]
+
+
 def test_a_kl_with_a_reference_that_gives_no_number_is_none(model, other_model, rows):
     """On a rejected row: not the difference to the 0 that is written for the reference."""
     batch = rejecting(rows(), 2)
