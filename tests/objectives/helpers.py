@@ -32,11 +32,16 @@ def objective_of(losses: TensorDict) -> Tensor:
     return sum(value for key, value in losses.items() if key.startswith("loss_"))
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a model has, by the names of the parameters."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradients of a loss by the names of the parameters."""
     model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def first_sampled(rows: TensorDict, n: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.adapters import lora
-from tests.objectives.helpers import WORDS, log_probs
+from tests.objectives.helpers import MASK, WORDS, log_probs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
@@ -23,9 +23,8 @@ def test_a_run_is_exact_in_its_versions(max_staleness):
     actor = lora(base)
     frozen = {n: p.detach().clone() for n, p in actor.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.Adam([p for p in actor.parameters() if p.requires_grad], lr=1e-2)
-    maker = ExperienceMaker(
-        actor, ref="base", old_log_probs="actor", advantage="grpo", kl_coef=0.01
-    )
+    options = {"old_log_probs": "actor", "advantage": "grpo", "kl_coef": 0.01}
+    maker = ExperienceMaker(actor, ref="base", **options)
     loss_module = MultiTurnLoss(actor, correction="token_tis")
     collector = MultiTurnCollector(
         GuessNumber(8, 3, prompt="guess 1 to {numbers}"),
@@ -37,18 +36,20 @@ def test_a_run_is_exact_in_its_versions(max_staleness):
         limits=Limits(max_turns=3, max_response_tokens=4),
         max_staleness=max_staleness,
     )
-    collector.update_policy_weights_(actor)
-    actors = {collector.policy_version: copy.deepcopy(actor)}
-    batches = 0
+    batches, actors = 0, {}
 
     def version():
         return collector.policy_version
 
+    def publish():
+        collector.update_policy_weights_(actor)
+        actors[version()] = copy.deepcopy(actor)
+
+    publish()
     with collector, ExperiencePipeline(collector, maker, version=version) as pipeline:
         for rows in pipeline:
             batches += 1
-            sampled = rows["masks", "all_assistant_mask"]
-            made_by = rows["versions", "full"]
+            sampled, made_by = rows[MASK], rows["versions", "full"]
             scored_by = int(rows["versions", "scored"][0])
             assert version() - scored_by == maker.metrics["staleness/scored"] <= 1
             assert int(made_by[sampled].min()) >= scored_by - (2 if max_staleness else 1)
@@ -56,15 +57,12 @@ def test_a_run_is_exact_in_its_versions(max_staleness):
             torch.testing.assert_close(rows["log_probs", "old"], of[scored_by], rtol=0, atol=1e-6)
             for v in made_by[sampled].unique().tolist():
                 at = sampled & (made_by == v)
-                torch.testing.assert_close(
-                    rows["log_probs", "full"][at], of[v][at], rtol=0, atol=1e-4
-                )
-            for p in (p for p in actor.parameters() if p.requires_grad):
-                p.grad = None
+                got = rows["log_probs", "full"][at]
+                torch.testing.assert_close(got, of[v][at], rtol=0, atol=1e-4)
+            actor.zero_grad()
             loss_module(rows)["loss_objective"].backward()
             optimizer.step()
-            collector.update_policy_weights_(actor)
-            actors[collector.policy_version] = copy.deepcopy(actor)
+            publish()
     engine.close()
     assert batches == 6
     assert all(torch.equal(actor.get_parameter(name), value) for name, value in frozen.items())

@@ -138,11 +138,6 @@ def test_what_would_have_come_after_a_truncated_episode_counts(model, rows, kind
         ExperienceMaker(model, advantage=Advantage(kind, bootstrap=True), **options)(batch)
 
 
-def test_only_a_critic_knows_what_would_have_come():
-    with pytest.raises(ValueError, match="bootstrap=True needs a kind with a critic"):
-        Advantage("turn", bootstrap=True)
-
-
 def test_turns_are_compared_where_the_environment_said_the_same(model, rows):
     batch = rows(n=12)
     batch["tokens", "full"] = batch["tokens", "full"] % 2  # Many messages are equal.

@@ -206,7 +206,7 @@ def assert_same_direction(got, expected):
     torch.testing.assert_close(got / got.norm().clamp(1e-9) * size, expected, atol=2e-4, rtol=1e-3)
 
 
-@examples()
+@examples(12)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.booleans())
 def test_an_update_is_the_gradient_of_the_expected_return(seed, prompts, whiten):
     world = World.random(seed, prompts)
@@ -265,7 +265,7 @@ def test_a_wrong_critic_can_point_downhill(kind):
     assert world.update(kind, critic=untrained)[0] < 0  # by default 0.95
 
 
-@examples(20)
+@examples(8)
 @given(st.integers(0, 10_000))
 def test_objectives_keep_the_direction_while_the_policy_is_the_samplers(seed):
     world = World.random(seed, 2)
@@ -288,7 +288,7 @@ def test_one_ratio_for_turns_of_several_advantages_can_point_downhill(name):
 
 
 @pytest.mark.parametrize("kind", ["turn", "batch", "dr_grpo", "gae"])
-@examples(20)
+@examples(10)
 @given(st.integers(0, 10_000))
 def test_aggregations_that_keep_the_direction(kind, seed):
     world = World.random(seed, 3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.objectives.conftest import make_model, make_rows
-from tests.scoring.helpers import close, entries, tiny
+from tests.scoring.helpers import close, entries
 from torchrl_mt.objectives import Distillation, ExperienceMaker, MultiTurnLoss, Passes
 from torchrl_mt.scoring.distillation import top_divergence
 from torchrl_mt.scoring.log_probs import row_scores
@@ -18,13 +18,11 @@ KINDS = ("reverse", "forward", "jsd")
 
 def divergence(p, q, kind):
     """Divergence of the policy ``p`` from the teacher ``q``, both log-probabilities, float64."""
-    mean = (0.5 * p.exp() + 0.5 * q.exp()).log()
-    kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
-    return {
-        "reverse": kl(p, q),
-        "forward": kl(q, p),
-        "jsd": 0.5 * kl(p, mean) + 0.5 * kl(q, mean),
-    }[kind]
+    if kind == "jsd":
+        mean = (0.5 * p.exp() + 0.5 * q.exp()).log()
+        return 0.5 * divergence(mean, p, "forward") + 0.5 * divergence(mean, q, "forward")
+    p, q = (p, q) if kind == "reverse" else (q, p)
+    return (p.exp() * (p - q)).sum(-1)
 
 
 @torch.no_grad()
@@ -151,14 +149,6 @@ def test_chosen_tokens_have_their_cross_entropy():
         MultiTurnLoss(actor, sft_coef=0.5)(rows)
 
 
-def test_the_mask_of_chosen_tokens_must_be_boolean():
-    actor, rows = make_model(), make_rows()
-    rows["masks", "sft"] = rows["masks", "all_attention_mask"].long()
-    message = r"the entry \('masks', 'sft'\) of rows must be a bool tensor, got torch\.int64;"
-    with pytest.raises(TypeError, match=message):
-        MultiTurnLoss(actor, objective="sft", sft_coef=0.5)(rows)
-
-
 def test_the_advantage_is_how_much_likelier_the_teacher_finds_a_token():
     actor, teacher, rows = make_model(), make_model(1), make_rows()
     rows = ExperienceMaker(actor, teacher=teacher, advantage="distill", old_log_probs="actor")(rows)
@@ -172,20 +162,3 @@ def test_the_advantage_is_how_much_likelier_the_teacher_finds_a_token():
                 expected = float(log_probs[k - 1, rows["tokens", "full"][i, t]])
                 got = float(rows["log_probs", "teacher"][i, t])
                 assert got == pytest.approx(expected, abs=1e-4)
-
-
-def test_what_cannot_teach_is_refused():
-    actor = make_model()
-    other = tiny("Llama", vocab_size=actor.config.vocab_size + 2000)
-    with pytest.raises(ValueError, match="teacher must have the actor's tokenizer, got a Llama"):
-        MultiTurnLoss(actor, distillation=Distillation(other))
-    with pytest.raises(ValueError, match="teacher must have the actor's tokenizer"):
-        ExperienceMaker(actor, teacher=other, advantage="distill")
-    with pytest.raises(ValueError, match="needs a teacher"):
-        ExperienceMaker(actor, advantage="distill")
-    with pytest.raises(TypeError, match="distillation must be"):
-        MultiTurnLoss(actor, distillation=other)
-    with pytest.raises(ValueError, match="kind must be"):
-        Distillation(other, "backward")
-    with pytest.raises(ValueError, match="top_k"):
-        Distillation(other, top_k=0)

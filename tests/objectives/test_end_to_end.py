@@ -1,21 +1,21 @@
 """From games that a model plays to gradients in all of its parameters, whatever is chosen between."""
 
 import copy
+from contextlib import closing
 from functools import partial
+from itertools import cycle
 from typing import get_args
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.buffers import buffer_of
 from tests.faulty_server import running
 from tests.objectives.helpers import WORDS, objective_of
 from tests.objectives.rewards.reward_server import RewardServer
 from tests.scoring.helpers import DEVICES
 from tests.tiers import pairs
 from torchrl_mt.collectors import Limits, MultiTurnCollector
-from torchrl_mt.data import EpisodeSampler
 from torchrl_mt.engines import TransformersEngine
 from torchrl_mt.envs import GuessNumber
 from torchrl_mt.objectives import (
@@ -42,25 +42,24 @@ def chat():
     return tiny_chat_model(WORDS)
 
 
+def play(chat, env, data, **options):
+    """Rows of the games of one batch."""
+    model, tokenizer = chat
+    with (
+        closing(TransformersEngine(model, tokenizer)) as engine,
+        MultiTurnCollector(env, engine, data, **options) as collector,
+    ):
+        (turns,) = list(collector)
+    return MergeTurns(pad_token_id=tokenizer.pad_token_id)(turns)
+
+
 @pytest.fixture(scope="module")
 def games(chat) -> TensorDict:
     """Rows of 8 games in 2 groups, of up to 3 turns."""
-    model, tokenizer = chat
-    engine = TransformersEngine(model, tokenizer)
-    try:
-        with MultiTurnCollector(
-            GuessNumber(8, 3, prompt="guess 1 to {numbers}"),
-            engine,
-            GuessNumber.data(numbers=8),
-            episodes_per_batch=8,
-            total_episodes=8,
-            group_size=4,
-            limits=Limits(max_turns=3, max_response_tokens=4),
-        ) as collector:
-            (turns,) = list(collector)
-    finally:
-        engine.close()
-    rows = MergeTurns(pad_token_id=tokenizer.pad_token_id)(turns)
+    env = GuessNumber(8, 3, prompt="guess 1 to {numbers}")
+    options = {"episodes_per_batch": 8, "total_episodes": 8, "group_size": 4}
+    options["limits"] = Limits(max_turns=3, max_response_tokens=4)
+    rows = play(chat, env, GuessNumber.data(numbers=8), **options)
     assert len(rows["group"].unique()) == 2
     return rows
 
@@ -153,22 +152,19 @@ def experience(chat, games) -> TensorDict:
     return maker(games.clone())
 
 
-@pytest.mark.parametrize("aggregation", get_args(Aggregation))
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("objective", "aggregation"),
+    list(zip(OBJECTIVES, cycle(get_args(Aggregation)), strict=False)),
+)
 def test_every_objective_and_aggregation_trains(experience, actor, objective, aggregation):
     correction = ["icepop", "token_tis"]
     if objective == "decoupled_ppo":
         correction = partial(geometric, bounds=(0.5, 2.0))
     elif objective == "sft":
         correction = None
-    loss = MultiTurnLoss(
-        actor,
-        objective=objective,
-        aggregation=aggregation,
-        correction=correction,
-        clip_epsilon=0.9 if clip_bounds(OBJECTIVES[objective]) else None,
-    )
-    train(loss, experience.clone())
+    options = {"objective": objective, "aggregation": aggregation, "correction": correction}
+    options["clip_epsilon"] = 0.9 if clip_bounds(OBJECTIVES[objective]) else None
+    train(MultiTurnLoss(actor, **options), experience.clone())
 
 
 @pytest.mark.parametrize("sequence", ["row", "turn"])
@@ -191,44 +187,24 @@ def test_labels_and_references_come_from_the_items_of_data(chat):
         {"number": n, "label": "hard" if n % 2 else "easy", "reference": {"answer": n}}
         for n in (1, 2, 3, 4)
     ]
-    buffer = buffer_of(
-        100,
-        EpisodeSampler(replacement=False),
-        transform=MergeTurns(pad_token_id=tokenizer.pad_token_id),
-        batch_size=4,
-    )
-    engine = TransformersEngine(model, tokenizer)
-    with MultiTurnCollector(
-        GuessNumber(8, 2, prompt="guess 1 to {numbers}"),
-        engine,
-        items,
-        episodes_per_batch=4,
-        total_episodes=4,
-        limits=Limits(max_turns=2, max_response_tokens=3),
-        replay_buffer=buffer,
-    ) as collector:
-        for _ in collector:
-            pass
-    engine.close()
-    rows = buffer.sample()
-    of_episode = dict(zip(rows["episode"].tolist(), rows["label"], strict=True))
-    assert sorted(of_episode.values()) == ["easy", "easy", "hard", "hard"]
+    limits = Limits(max_turns=2, max_response_tokens=3)
+    env = GuessNumber(8, 2, prompt="guess 1 to {numbers}")
+    rows = play(chat, env, items, episodes_per_batch=4, total_episodes=4, limits=limits)
+    assert sorted(rows["label"]) == ["easy", "easy", "hard", "hard"]
     with running(RewardServer()) as server:
         judge = RemoteReward(server.url, tokenizer, name="judge")
-        maker = ExperienceMaker(
-            model, reward={"easy": [("episode", 1.0)], "hard": [("episode", 1.0), (judge, 0.5)]}
-        )
-        shaped = maker(rows.clone())["rewards", "shaped"]
+        own = [("episode", 1.0)]
+        maker = ExperienceMaker(model, reward={"easy": own, "hard": [*own, (judge, 0.5)]})
+        shaped = maker(rows.clone())["rewards", "shaped"].sum(-1)
         (sent,) = server.seen
     assert sorted(reference["answer"] for reference in sent["references"]) == [1, 3]
-    own = rows["rewards", "full"].sum(-1)
+    expected = rows["rewards", "full"].sum(-1)
     for n, label in enumerate(rows["label"]):
-        added = 0.0
         if label == "hard":
             kept = rows["masks", "all_attention_mask"][n]
             text = tokenizer.decode(rows["tokens", "full"][n][kept].tolist())
-            added = 0.5 * len(text.split())
+            expected[n] += 0.5 * len(text.split())
             assert text in sent["queries"]
-        assert float(shaped[n].sum()) == pytest.approx(float(own[n]) + added)
+    torch.testing.assert_close(shaped, expected)
     assert maker.metrics["reward/hard/judge/count"] == 2
     assert "reward/easy/judge/mean" not in maker.metrics

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes
+from torchrl_mt.objectives import ExperienceMaker, Passes
 from torchrl_mt.objectives.filters import clip_filter, top_entropy
 
 WEIGHTS = ("weights", "full")
@@ -50,15 +50,6 @@ def test_groups_without_spread_get_no_weight(model, other_model, rows, advantage
     assert WEIGHTS not in plain.keys(True)
 
 
-def test_returns_that_came_with_the_rows_are_scores_too(model, rows):
-    batch = scored_rows(rows, SCORES)
-    given = ExperienceMaker(model, advantage="turn")(batch.clone())
-    batch["rewards", "to_go"] = given["returns"].clone()
-    batch["rewards", "full"].zero_()
-    out = ExperienceMaker(model, advantage="turn", process="dynamic_sampling")(batch)
-    assert torch.equal(out[WEIGHTS].any(-1), SPREAD)
-
-
 def test_equal_scores_are_no_spread_in_whatever_order_they_were_earned(model, rows):
     batch = rows(n=2, s=40, suffix_padding=False)
     batch["episode"], batch["group"] = torch.tensor([0, 1]), torch.tensor([0, 0])
@@ -80,19 +71,8 @@ def test_rejected_rows_neither_make_spread_nor_have_weight(model, rows):
     assert ExperienceMaker(model, process="dynamic_sampling")(batch)[WEIGHTS].any()
 
 
-def test_dropping_what_has_no_weight_takes_it_out_of_the_mean(model, rows):
-    out = ExperienceMaker(model, process="dynamic_sampling")(scored_rows(rows, SCORES))
-    loss = MultiTurnLoss(model, objective="reinforce")
-    kept = out[out[WEIGHTS].any(-1)]
-    assert len(kept) == int(SPREAD.sum())
-    tokens, fewer = (int(r["masks", "all_assistant_mask"].sum()) for r in (out, kept))
-    whole, part = loss(out)["loss_objective"], loss(kept)["loss_objective"]
-    torch.testing.assert_close(whole * tokens, part * fewer)
-    assert fewer < tokens
-
-
 @pytest.mark.parametrize("rho", [0.2, 0.6])
-def test_the_least_certain_tokens_alone_are_trained(model, rows, rho):
+def test_the_least_certain_tokens_alone_have_weight(model, rows, rho):
     maker = ExperienceMaker(
         model, passes=Passes(with_entropy=True), process=partial(top_entropy, rho=rho)
     )
@@ -104,12 +84,6 @@ def test_the_least_certain_tokens_alone_are_trained(model, rows, rho):
     kept = -(-rho * len(entropy) // 1)
     threshold = entropy.sort(descending=True).values[int(kept) - 1]
     assert torch.equal(out[WEIGHTS], ((out["entropy"] >= threshold) & mask).float())
-    loss = MultiTurnLoss(model, objective="reinforce")(out)["loss_objective"]
-    alone = out.clone()
-    alone["advantage"] = out["advantage"] * (out[WEIGHTS] > 0).unsqueeze(-1)
-    alone[WEIGHTS] = torch.ones(mask.shape)
-    expected = MultiTurnLoss(model, objective="reinforce")(alone)["loss_objective"]
-    torch.testing.assert_close(loss, expected)
 
 
 def test_several_multiply_and_keys_may_be_set(model, rows):
@@ -132,27 +106,6 @@ def test_several_multiply_and_keys_may_be_set(model, rows):
     other = maker(batch)
     assert torch.equal(other["w"], out[WEIGHTS])
     assert WEIGHTS not in other.keys(True)
-
-
-@pytest.mark.parametrize(
-    ("filters", "error", "message"),
-    [
-        ("top_p", ValueError, "process must be one of 'clip_filter', 'dynamic_sampling'"),
-        ([3], TypeError, "process must be a name, a function or several"),
-        ("top_entropy", KeyError, "'entropy'; ExperienceMaker writes it with passes"),
-        (partial(top_entropy, rho=0.1), KeyError, "'entropy'; ExperienceMaker writes it with"),
-        (
-            lambda rows: top_entropy(rows),
-            KeyError,
-            "'entropy'; ExperienceMaker writes it with",
-        ),
-    ],
-)
-def test_bad_filters_are_refused_and_nothing_is_written(model, rows, filters, error, message):
-    batch = rows()
-    with pytest.raises(error, match=message):
-        ExperienceMaker(model, process=filters)(batch)
-    assert set(batch.keys(True)) == set(rows().keys(True))
 
 
 def test_entropies_may_be_another_makers_and_are_missed_before_any_model_runs(

@@ -2,7 +2,6 @@
 
 import inspect
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import get_args
 
@@ -23,6 +22,7 @@ from tests.objectives.helpers import (
     objective_of,
     value_model,
 )
+from tests.refusals import check_refused
 from tests.scoring.helpers import entries
 from tests.settings import OF_SINGLE_ROWS
 from tests.tiers import pairs, slow, some_fast
@@ -34,18 +34,13 @@ from torchrl_mt.objectives import (
     ValueLoss,
     row_log_probs,
 )
-from torchrl_mt.objectives.functional import (
-    aggregate,
-    geometric,
-    kl_estimate,
-    merge_totals,
-    ppo,
-)
+from torchrl_mt.objectives.functional import aggregate, geometric, kl_estimate, ppo, token_tis
 from torchrl_mt.objectives.functional.aggregation import Aggregation
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES, clip_bounds, takes
 
 AGGREGATIONS = get_args(Aggregation)
+TOKENS = ("tokens", "full")
 
 
 @pytest.fixture
@@ -56,14 +51,14 @@ def experience(model):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_it_is_the_sum_of_its_parts(model, experience, aggregation):
     batch = experience()
-    out = MultiTurnLoss(
-        model, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01, clip_epsilon=(0.1, 0.3)
-    )(batch)
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "clip_epsilon": (0.1, 0.3)}
+    out = MultiTurnLoss(model, aggregation=aggregation, **options)(batch)
     mask = batch[MASK]
     log_prob, entropy = row_log_probs(model, *entries(batch), passes=Passes(with_entropy=True))
     old, advantage = batch["log_probs", "old"], batch["advantage"].squeeze(-1)
     per_token, clipped = ppo(log_prob, old, advantage, mask, (0.1, 0.3))
     kl = kl_estimate(log_prob, batch["log_probs", "ref"], "k3")
+    weight = (log_prob - old)[mask].exp()
 
     def mean(per_token):
         return aggregate(per_token, mask, aggregation, group=batch["group"])
@@ -78,12 +73,10 @@ def test_it_is_the_sum_of_its_parts(model, experience, aggregation):
         "approx_kl": kl_estimate(old, log_prob, "k3")[mask].mean(),
         "kl_to_ref": kl[mask].mean(),
         "entropy": entropy[mask].mean(),
+        "ess": weight.sum() ** 2 / (weight**2).sum() / mask.sum(),
     }
     for key, value in expected.items():
         torch.testing.assert_close(out[key], value, msg=key)
-    weight = (log_prob - old)[mask].exp()
-    ess = weight.sum() ** 2 / (weight**2).sum() / mask.sum()
-    torch.testing.assert_close(out["ess"], ess)
     for key, value in out.items():
         assert value.requires_grad == key.startswith("loss_")
         assert value.shape == ()
@@ -114,29 +107,17 @@ def test_host_protocol(model):
         loss.set_keys(reward="r")
 
 
-def test_out_keys_are_what_comes_out(model, experience):
-    for options in (
-        {},
-        {"kl_coef": 0.1},
-        {"entropy_coef": 0.1, "kl_coef": 0.0},
-        {"correction": "icepop", "aggregation": "prompt_mean"},
-    ):
-        loss = MultiTurnLoss(model, **options)
-        assert set(loss(experience()).keys()) == set(loss.out_keys)
-
-
 @pytest.mark.parametrize("kl_coef", [0, 0.0, ConstantKLController(kl_coef=0.0)])
 def test_a_kl_that_counts_for_nothing_needs_no_reference(model, experience, kl_coef):
     loss, plain = MultiTurnLoss(model, kl_coef=kl_coef), MultiTurnLoss(model)
     assert ("log_probs", "ref") not in loss.in_keys
     assert ("log_probs", "ref") in loss.optional_in_keys
     batch = experience()
-    reported = loss(batch)["kl_to_ref"]
-    torch.testing.assert_close(reported, MultiTurnLoss(model, kl_coef=0.3)(batch)["kl_to_ref"])
+    out, expected = loss(batch), MultiTurnLoss(model, kl_coef=0.3)(batch)
+    assert set(out.keys()) == set(loss.out_keys)
+    torch.testing.assert_close(out["kl_to_ref"], expected["kl_to_ref"])
     batch = batch.exclude(("log_probs", "ref"))
-    out, expected = loss(batch), plain(batch)
-    assert set(out.keys()) == set(expected.keys())
-    assert all(torch.equal(out[key], value) for key, value in expected.items())
+    torch.testing.assert_close(loss(batch), plain(batch), rtol=0, atol=0)
     loss.kl_coef = 0.1
     with pytest.raises(KeyError, match="'ref'"):
         loss(batch)
@@ -169,6 +150,7 @@ def regularised(model, objective, aggregation):
         objective=objective,
         aggregation=aggregation,
         correction=correction_for(objective, "sequence_tis"),
+        critic=ValueLoss(TokenCritic(), clip_value=0.3),
         kl_coef=0.1,
         entropy_coef=0.01,
     )
@@ -179,25 +161,29 @@ def regularised(model, objective, aggregation):
 def test_shards_accumulate_to_the_full_batch(model, experience, aggregation, objective, size):
     batch, loss = experience(n=7, weighted=True), regularised(model, objective, aggregation)
     whole = objective_of(loss(batch))
-    expected = gradients(model, whole)
+    expected = gradients(loss, whole)
     total = loss.total(batch)
     shards = sum(objective_of(loss(shard, total=total)) for shard in batch.split(size))
     torch.testing.assert_close(shards, whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients(model, shards), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients(loss, shards), expected, atol=1e-5, rtol=1e-4)
+
+
+def assert_same(loss, rows, expected, slopes):
+    """The outputs and gradients of a loss are these."""
+    got = loss(rows)
+    torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
+    got = gradients(loss, objective_of(got))
+    torch.testing.assert_close(got, slopes, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("objective", "aggregation"), pairs(OF_SINGLE_ROWS, AGGREGATIONS))
 def test_padding_and_order_change_nothing(model, experience, spread, aggregation, objective):
     batch, loss = experience(weighted=True), regularised(model, objective, aggregation)
     expected = loss(batch)
-    slopes = gradients(model, objective_of(expected))
+    slopes = gradients(loss, objective_of(expected))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     for other in (spread(batch), batch[order]):
-        got = loss(other)
-        torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(
-            gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4
-        )
+        assert_same(loss, other, expected, slopes)
 
 
 @pytest.mark.parametrize("objective", [*OF_SINGLE_ROWS, "kl_cov"])
@@ -231,15 +217,9 @@ def test_next_to_nothing_is_finite_and_nothing_trains_nothing(
         row = int(mask.any(-1).nonzero()[0])
         mask[row] &= mask[row].cumsum(-1) == 1
         batch = batch[row : row + (left == "one token")]
-    loss = MultiTurnLoss(
-        model,
-        objective=objective,
-        aggregation=aggregation,
-        correction=correction_for(objective, "geometric", "sequence_mis", "token_tis"),
-        kl_coef=0.1,
-        entropy_coef=0.1,
-    )
-    out = loss(batch)
+    options = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.1}
+    correction = correction_for(objective, "geometric", "sequence_mis", "token_tis")
+    out = MultiTurnLoss(model, objective=objective, correction=correction, **options)(batch)
     assert all(value.isfinite() for value in out.values())
     slopes = gradients(model, objective_of(out)).values()
     assert all(g.isfinite().all() for g in slopes)
@@ -251,16 +231,12 @@ def test_a_token_that_nothing_predicts_is_not_trained(model, experience, spread,
     batch = experience()
     loss = MultiTurnLoss(model, aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
     expected, total = loss(batch), loss.total(batch)
-    slopes = gradients(model, objective_of(expected))
+    slopes = gradients(loss, objective_of(expected))
     batch[MASK][:, 0] = True
     for key in (("log_probs", "old"), ("log_probs", "ref"), "advantage"):
         batch[key][:, 0] = -5.0
     for rows in (batch, spread(batch)):
-        got = loss(rows)
-        torch.testing.assert_close(got.detach(), expected.detach(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(
-            gradients(model, objective_of(got)), slopes, atol=1e-5, rtol=1e-4
-        )
+        assert_same(loss, rows, expected, slopes)
         assert torch.equal(loss.total(rows), total)
 
 
@@ -281,20 +257,13 @@ def test_rejected_rows_are_left_out(model, experience, aggregation):
 
 def test_packed_rows_have_the_same_loss_and_gradient(model, experience):
     batch = experience()
-    critic = value_model(model)
-    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": critic}
-    expected, got = (
-        MultiTurnLoss(model, passes=Passes(packed=packed), **options)(batch)
-        for packed in (False, True)
-    )
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    both = torch.nn.ModuleList([model, critic])
-    torch.testing.assert_close(
-        gradients(both, objective_of(got)),
-        gradients(both, objective_of(expected)),
-        atol=1e-4,
-        rtol=1e-4,
-    )
+    options = {"kl_coef": 0.1, "entropy_coef": 0.01, "critic": value_model(model)}
+    found = []
+    for packed in (False, True):
+        loss = MultiTurnLoss(model, passes=Passes(packed=packed), **options)
+        out = loss(batch)
+        found.append((out.detach(), gradients(loss, objective_of(out))))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 def test_mixed_precision_trains_in_float32(model, experience):
@@ -308,153 +277,56 @@ def test_mixed_precision_trains_in_float32(model, experience):
     assert all(g.dtype is torch.float32 and g.isfinite().all() for g in grown.values())
 
 
-def test_entropy_bonus_raises_the_entropy(model, experience):
-    batch = experience()
-    batch["advantage"].zero_()
-    loss = MultiTurnLoss(model, entropy_coef=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = loss(batch)["entropy"]
-    objective_of(loss(batch)).backward()
-    optimizer.step()
-    assert loss(batch)["entropy"] > before
-
-
-def test_an_objective_may_be_a_function(model, experience):
-    def squared(log_prob, old_log_prob, advantage, mask, clip_epsilon):
-        return torch.where(mask, log_prob.square(), 0.0), torch.zeros_like(mask)
-
-    assert MultiTurnLoss(model, objective=squared)(experience())["loss_objective"] > 0
-
-
-COEFFICIENTS = ("kl_coef", "entropy_coef")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"objective": "trpo"}, ValueError, "objective must be one of"),
-        ({"aggregation": "median"}, ValueError, "aggregation must be one of"),
-        ({"clip_epsilon": 1.5}, ValueError, "clip_epsilon must be"),
-        ({"clip_epsilon": (0.1, -0.1)}, ValueError, "clip_epsilon must be"),
-        ({"correction": "tis"}, ValueError, "correction must be one of"),
-        ({"correction": ["geometric", "tis"]}, ValueError, "correction must be one of"),
-        *(
-            ({"correction": given}, TypeError, "correction must be a name, a function")
-            for given in (3, [3], ["icepop", None])
-        ),
-        ({"sequence": "episode"}, ValueError, "sequence must be one of"),
-        ({"sequence": "turn"}, ValueError, "sequence='turn' is for"),
-        ({"kl_kind": "k4"}, ValueError, "kl_kind must be one of"),
-        *(
-            ({name: value}, ValueError, f"{name} must be finite")
-            for name, value in product(COEFFICIENTS, (torch.nan, torch.inf))
-        ),
-        *(
-            ({name: value}, TypeError, f"{name} must be a number")
-            for name, value in product(COEFFICIENTS, ("0.1", True, [0.1]))
-        ),
-        ({"critic": lambda **_: 0}, TypeError, r"critic must be a torch\.nn\.Module, got function"),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(model, options, error, message):
-    with pytest.raises(error, match=message):
-        MultiTurnLoss(model, **options)
-
-
-def test_rows_that_lack_an_entry_or_have_another_shape_are_refused(model, experience):
-    with pytest.raises(KeyError, match="ExperienceMaker writes it"):
-        MultiTurnLoss(model)(experience().exclude(("log_probs", "old")))
-    batch = experience()
-    batch["advantage"] = batch["advantage"].squeeze(-1)
-    with pytest.raises(ValueError, match=r"'advantage' of rows must .*to fit \('tokens', 'full'\)"):
-        MultiTurnLoss(model)(batch)
-
-
 @pytest.mark.parametrize(
     ("key", "other"),
     [
-        (("masks", "all_assistant_mask"), ("masks", "all_attention_mask")),
+        (MASK, ("masks", "all_attention_mask")),
         ("group", ("masks", "all_attention_mask")),
         ("valid", ("masks", "all_attention_mask")),
         (("log_probs", "old"), None),
         (("log_probs", "ref"), None),
+        ("advantage", None),
     ],
 )
 def test_what_does_not_fit_is_refused_by_both_keys_and_shapes(model, experience, key, other):
     batch = experience()
     batch["valid"] = torch.ones(len(batch), dtype=torch.bool)
     loss = MultiTurnLoss(model, aggregation="prompt_mean", kl_coef=0.1)
-    shape, wrong = tuple(batch[key].shape), batch[key][..., :-1]
-    batch = batch.to_dict()
-    into = batch[key[0]] if isinstance(key, tuple) else batch
-    into[key[-1] if isinstance(key, tuple) else key] = wrong
-    batch = TensorDict(batch, batch_size=[])
-    calls = [(loss.total, other), (loss, ("tokens", "full"))]
-    for call, fits in calls if other else calls[1:]:
-        with pytest.raises(ValueError) as error:
-            call(batch)
-        message = str(error.value)
-        assert f"{key!r} of rows must have shape {shape}" in message
-        assert f"got {tuple(wrong.shape)}" in message
-        assert repr(fits) in message or (key == "valid" and repr(other) in message)
-
-
-def test_sampled_tokens_on_padding_are_refused_by_key_and_row(model, experience):
-    batch = experience()
-    row, token = (~batch["masks", "all_attention_mask"]).nonzero()[-1].tolist()
-    batch[MASK][row, token] = True
-    with pytest.raises(ValueError, match=f"'all_assistant_mask'.*row {row} at token {token}"):
-        MultiTurnLoss(model)(batch)
+    right, wrong = batch[key], batch[key][..., :-1]
+    batch = TensorDict(batch.to_dict(), batch_size=[]).set(key, wrong)
+    text = f"{key!r} of rows must have shape {tuple(right.shape)}…got {tuple(wrong.shape)}"
+    for call, fits in ((loss.total, other), (loss, other if key == "valid" else TOKENS)):
+        if fits:
+            check_refused(partial(call, batch), ValueError, text)
+            check_refused(partial(call, batch), ValueError, repr(fits))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_keep_their_own_bounds(model, objective):
     default = inspect.signature(OBJECTIVES[objective]).parameters["clip_epsilon"].default
     assert MultiTurnLoss(model, objective=objective).clip_epsilon == default
-    if default is None:
-        with pytest.raises(ValueError, match=f"clip_epsilon must be None for '{objective}'"):
-            MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
-    else:
+    if default is not None:
         loss = MultiTurnLoss(model, objective=objective, clip_epsilon=0.1)
         assert loss.clip_epsilon == (0.1, 0.1)
-
-
-def test_bounds_may_be_bound_and_are_used_once(model, experience):
-    batch = experience()
-    expected = MultiTurnLoss(model, clip_epsilon=(0.1, 0.3))(batch)
-    for clip_epsilon in ((0.1, 0.3), [0.1, 0.3]):
-        loss = MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=clip_epsilon))
-        assert loss.clip_epsilon == (0.1, 0.3)
-        torch.testing.assert_close(loss(batch), expected)
-    with pytest.raises(ValueError, match="clip_epsilon is bound to the objective"):
-        MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=0.1), clip_epsilon=0.1)
-    with pytest.raises(ValueError, match="clip_epsilon must be"):
-        MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=1.5))
-    with pytest.raises(TypeError, match="whose clip_epsilon can be given by keyword"):
-        MultiTurnLoss(model, objective=lambda log_prob, old, advantage, mask: (log_prob, mask))
 
 
 def test_bounds_of_a_logarithm_may_be_above_one(model):
     loss = MultiTurnLoss(model, objective="gmpo", clip_epsilon=(1.5, 2.0))
     assert loss.clip_epsilon == (1.5, 2.0)
-    with pytest.raises(ValueError, match="clip_epsilon must be"):
-        MultiTurnLoss(model, objective="gmpo", clip_epsilon=-0.1)
 
 
-@pytest.mark.parametrize("correction", ["token_tis", "sequence_tis", "icepop", "sequence_mis"])
-def test_the_ratio_to_the_sampler_is_not_applied_twice(model, correction):
-    for objective in ("decoupled_ppo", partial(OBJECTIVES["decoupled_ppo"], weight_cap=2.0)):
-        for given in (correction, ["geometric", partial(CORRECTIONS[correction])]):
-            with pytest.raises(ValueError, match="would apply it twice"):
-                MultiTurnLoss(model, objective=objective, correction=given)
-    MultiTurnLoss(model, objective="decoupled_ppo", correction="geometric")
+@pytest.mark.parametrize("clip_epsilon", [(0.1, 0.3), [0.1, 0.3]], ids=str)
+def test_bounds_may_be_bound_and_are_used_once(model, experience, clip_epsilon):
+    batch = experience()
+    loss = MultiTurnLoss(model, objective=partial(ppo, clip_epsilon=clip_epsilon))
+    assert loss.clip_epsilon == (0.1, 0.3)
+    expected = MultiTurnLoss(model, clip_epsilon=(0.1, 0.3))(batch)
+    torch.testing.assert_close(loss(batch), expected)
 
 
 def test_a_controller_holds_the_entropy_at_its_target(model, experience):
-    batch, controller = (
-        experience(),
-        EntropyController(0.2, init_coef=0.1, delta=0.04, max_coef=0.15),
-    )
+    batch = experience()
+    controller = EntropyController(0.2, init_coef=0.1, delta=0.04, max_coef=0.15)
     loss = MultiTurnLoss(model, entropy_coef=controller)
     coefficients = []
     for entropy in (0.1, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.1):
@@ -467,11 +339,6 @@ def test_a_controller_holds_the_entropy_at_its_target(model, experience):
     other = EntropyController(0.2)
     other.load_state_dict(controller.state_dict())
     assert other.coef == controller.coef
-    for wrong in ({"init_coef": 2.0}, {"delta": 0.0}, {"max_coef": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            EntropyController(0.2, **wrong)
-    with pytest.raises(ValueError, match="entropy must be finite, got nan"):
-        controller.update(float("nan"))
 
 
 def test_a_kl_on_tokens_of_an_older_policy_is_weighed_by_the_ratio(model, experience):
@@ -489,6 +356,9 @@ def correction_for(objective, *names):
     return {"decoupled_ppo": ["geometric"], "sft": None}.get(objective, list(names))
 
 
+WEIGHING = {"token_tis": token_tis, "geometric": partial(geometric, bounds=(0.8, 1.2))}
+
+
 @pytest.mark.parametrize(
     ("objective", "corrections"),
     pairs(OBJECTIVES, [(), ("token_tis",), ("geometric", "token_tis")]),
@@ -497,117 +367,40 @@ def correction_for(objective, *names):
 def test_the_objective_is_weighed_and_divided_by_all_tokens(
     model, experience, objective, sequence, corrections
 ):
-    corrections = [partial(CORRECTIONS[name]) for name in corrections]
-    for i, f in enumerate(corrections):
-        if f.func is geometric:
-            corrections[i] = partial(geometric, bounds=(0.8, 1.2))
-    if objective == "decoupled_ppo":
-        corrections = [f for f in corrections if f.func is geometric]
-    if objective == "sft":
-        corrections = []
-    uses_turns = takes(OBJECTIVES[objective], "turns") or any(
-        f.func is geometric for f in corrections
-    )
-    if sequence == "turn" and not uses_turns:
+    f = OBJECTIVES[objective]
+    fitting = {"decoupled_ppo": ["geometric"], "sft": []}.get(objective, corrections)
+    corrections = [WEIGHING[name] for name in corrections if name in fitting]
+    options = {"objective": objective, "correction": corrections or None, "sequence": sequence}
+    if sequence == "turn" and not any(takes(g, "turns") for g in (f, *corrections)):
         with pytest.raises(ValueError, match="sequence='turn' is for objectives and corrections"):
-            MultiTurnLoss(model, objective=objective, correction=corrections, sequence=sequence)
+            MultiTurnLoss(model, **options)
         return
-    batch = experience()
-    mask = batch[MASK]
-    batch["weights", "full"] = torch.rand(mask.shape)
-    loss = MultiTurnLoss(
-        model, objective=objective, correction=corrections or None, sequence=sequence
-    )
-    assert (("turns", "full") in loss.in_keys) == (sequence == "turn")
+    batch, loss = experience(weighted=True), MultiTurnLoss(model, **options)
+    mask, old, sampler = (batch[key] for key in (MASK, ("log_probs", "old"), ("log_probs", "full")))
     reads_sampler = bool(corrections) or objective == "decoupled_ppo"
+    assert (("turns", "full") in loss.in_keys) == (sequence == "turn")
     assert (("log_probs", "full") in loss.in_keys) == reads_sampler
     out = loss(batch)
-    log_prob = row_log_probs(model, *entries(batch))[0]
-    old, sampler = batch["log_probs", "old"], batch["log_probs", "full"]
-    by_turn = {"turns": batch["turns", "full"]} if sequence == "turn" else {}
-    extras = by_turn if takes(OBJECTIVES[objective], "turns") else {}
-    if objective == "decoupled_ppo":
-        extras = {"sampler_log_prob": sampler}
-    f = OBJECTIVES[objective]
-    per_token, _ = f(log_prob, old, batch["advantage"].squeeze(-1), mask, clip_bounds(f), **extras)
+
+    def by_turn(function):
+        is_by_turn = sequence == "turn" and takes(function, "turns")
+        return {"turns": batch["turns", "full"]} if is_by_turn else {}
+
+    extras = {"sampler_log_prob": sampler} if objective == "decoupled_ppo" else by_turn(f)
+    given = log_probs(model, batch), old, batch["advantage"].squeeze(-1), mask
+    per_token, _ = f(*given, clip_bounds(f), **extras)
     weight = batch["weights", "full"]
     for correction in corrections:
-        extras = by_turn if correction.func is geometric else {}
-        weight = weight * correction(old, sampler, mask, **extras)[0]
+        weight = weight * correction(old, sampler, mask, **by_turn(correction))[0]
     expected = (per_token * weight)[mask].sum() / mask.sum()
-    torch.testing.assert_close(out["loss_objective"], expected)
+    torch.testing.assert_close(out["loss_objective"].detach(), expected)
     if corrections:
         assert 0 < out["correction_ess"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        (("tokens", "full"), "MergeTurns writes it from the turns'"),
-        (("masks", "all_attention_mask"), "MergeTurns writes it"),
-        (("turns", "full"), "MergeTurns writes it"),
-        ("group", "which the collector writes"),
-        (("log_probs", "old"), "ExperienceMaker writes it"),
-        (("log_probs", "ref"), "ExperienceMaker writes it when it has a ref"),
-        (("log_probs", "full"), "where the turns have"),
-        ("advantage", "ExperienceMaker writes it"),
-        ("returns", "ExperienceMaker writes it"),
-        ("values", "ExperienceMaker writes it when it has a critic"),
-    ],
-)
-def test_a_missing_entry_names_who_writes_it(model, experience, key, hint):
-    loss = MultiTurnLoss(
-        model,
-        critic=ValueLoss(TokenCritic(), clip_value=0.2),
-        objective="gspo",
-        aggregation="prompt_mean",
-        correction="token_tis",
-        sequence="turn",
-        kl_coef=0.1,
-    )
-    batch = experience()
-    with pytest.raises(KeyError) as error:
-        loss(batch.exclude(key))
-    message = error.value.args[0]
-    assert message.startswith(f"rows lack the entry {key!r}; ")
-    assert hint in message
 
 
 def test_without_a_need_the_samplers_log_probs_are_not_read(model, experience):
     batch = experience().exclude(("log_probs", "full"), ("turns", "full"), "group")
     assert MultiTurnLoss(model)(batch)["loss_objective"].isfinite()
-    for options, message in [
-        ({"correction": "icepop"}, "'log_probs', 'full'.*MergeTurns writes it"),
-        ({"objective": "decoupled_ppo"}, "'log_probs', 'full'.*MergeTurns writes it"),
-        ({"aggregation": "prompt_mean"}, "lack the entry 'group'"),
-        ({"objective": "gspo", "sequence": "turn"}, "'turns', 'full'"),
-    ]:
-        with pytest.raises(KeyError, match=message):
-            MultiTurnLoss(model, **options)(batch)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        (("log_probs", "full"), r"\('log_probs', 'full'\)"),
-        (("log_probs", "old"), r"\('log_probs', 'old'\)"),
-        (("log_probs", "ref"), r"\('log_probs', 'ref'\)"),
-        (("weights", "full"), r"\('weights', 'full'\)"),
-        ("advantage", "'advantage'"),
-        ("values", "'values'"),
-        ("returns", "'returns'"),
-    ],
-)
-def test_what_is_not_finite_on_sampled_tokens_is_refused_by_key(
-    model, experience, key, name, value
-):
-    batch = experience(weighted=True)
-    row, token = batch[MASK].nonzero()[3].tolist()
-    batch[key][row, token] = value
-    critic = ValueLoss(TokenCritic(), clip_value=0.2)
-    with pytest.raises(ValueError, match=f"{name} must be finite.*row {row} at token {token}"):
-        MultiTurnLoss(model, correction="token_tis", kl_coef=0.1, critic=critic)(batch)
 
 
 # "clip_cov" draws at random, and compiled code draws otherwise.
@@ -624,14 +417,6 @@ def test_objectives_and_corrections_may_be_compiled(model, experience, name):
         correction=correction and torch.compile(CORRECTIONS[correction], backend="eager"),
     )(batch)
     torch.testing.assert_close(compiled.to_dict(), expected.to_dict())
-
-
-def test_workers_merge_their_totals(model, experience):
-    batch = experience(n=7)
-    for aggregation in AGGREGATIONS:
-        loss = MultiTurnLoss(model, aggregation=aggregation)
-        parts = batch.split(2)
-        assert torch.equal(merge_totals(*map(loss.total, parts)), loss.total(batch))
 
 
 def test_the_kl_coefficient_may_be_a_controller_and_is_that_of_the_moment(model, experience):
@@ -663,26 +448,28 @@ def test_neither_weights_nor_a_correction_changes_the_other_terms(model, experie
         torch.testing.assert_close(weighed[key], plain[key], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("stepper", ["hook", "stepper"])
-def test_torchrl_optimizes_it(make_model, experience, stepper):
+def by_stepper(loss, optimizer, batch):
+    clip = {"clip_grad_norm": True, "clip_norm": None}
+    trainer = SimpleNamespace(compute_loss=loss, optimizer=optimizer, **clip)
+    return DefaultOptimizationStepper().step(trainer, batch)
+
+
+def by_hook(loss, optimizer, batch):
+    with pytest.warns(FutureWarning, match="OptimizerHook"):
+        hook = OptimizerHook(optimizer)
+    return hook(loss(batch), clip_grad_norm=True, clip_norm=None, index=0)
+
+
+@pytest.mark.parametrize("step", [by_stepper, by_hook])
+def test_torchrl_optimizes_it(make_model, experience, step):
     batch = experience()
-    stepped, by_hand = (
-        MultiTurnLoss(make_model(), kl_coef=0.1, entropy_coef=0.01) for _ in range(2)
-    )
-    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (stepped, by_hand)]
-    objective_of(by_hand(batch)).backward()
+    losses = [MultiTurnLoss(make_model(), kl_coef=0.1, entropy_coef=0.01) for _ in range(2)]
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in losses]
+    out = step(losses[0], optimizers[0], batch)
+    objective_of(losses[1](batch)).backward()
     optimizers[1].step()
-    if stepper == "hook":
-        with pytest.warns(FutureWarning, match="OptimizerHook"):
-            hook = OptimizerHook(optimizers[0])
-        out = hook(stepped(batch), clip_grad_norm=True, clip_norm=None, index=0)
-    else:
-        trainer = SimpleNamespace(
-            compute_loss=stepped, optimizer=optimizers[0], clip_grad_norm=True, clip_norm=None
-        )
-        out = DefaultOptimizationStepper().step(trainer, batch)
     assert any(key.startswith("grad_norm") for key in dict(out))
-    torch.testing.assert_close(stepped.state_dict(), by_hand.state_dict())
+    torch.testing.assert_close(losses[0].state_dict(), losses[1].state_dict())
 
 
 def test_on_policy_at_the_sampling_temperature_no_ratio_moves(model, rows):
@@ -694,38 +481,32 @@ def test_on_policy_at_the_sampling_temperature_no_ratio_moves(model, rows):
 
 
 def test_rows_sampled_at_another_temperature_are_refused(model, experience):
-    batch = experience()
-    key = ("sampling", "temperature")
+    batch, key = experience(), ("sampling", "temperature")
     loss = MultiTurnLoss(model, passes=Passes(temperature=0.7))
     expected = loss(batch)
     batch[key] = torch.full((len(batch),), 0.7)
     torch.testing.assert_close(loss(batch), expected)
-    with pytest.raises(
-        ValueError, match=r"0\.7, but temperature is 1\.0.*Passes\(temperature=0\.7\)"
-    ):
-        MultiTurnLoss(model)(batch)
+    text = "0.7, but temperature is 1.0…Passes(temperature=0.7)"
+    check_refused(partial(MultiTurnLoss(model), batch), ValueError, text)
     row = int(batch[MASK].any(-1).nonzero()[-1])
-    for other, message in [
+    for other, text in [
         (0.70001, "temperature=0.70001"),
         (0.0, "no policy samples at that temperature"),
         (torch.inf, "no policy samples at that temperature"),
         (torch.nan, "at different temperatures"),
     ]:
         batch[key][row] = other
-        expected = rf"row {row} has \('sampling', 'temperature'\) .*, but .* is 0.7.*{message}"
-        with pytest.raises(ValueError, match=expected):
-            loss(batch)
+        text = f"row {row} has {key} …, but … is 0.7…{text}"
+        check_refused(partial(loss, batch), ValueError, text)
     batch["valid"] = torch.arange(len(batch)) != row
     assert loss(batch)["loss_objective"].isfinite()
     batch.rename_key_(key, ("sampling", "heat"))
     del batch["valid"]
     loss(batch)
     loss.set_keys(sampling_temperature=("sampling", "heat"))
-    with pytest.raises(ValueError, match="'heat'"):
-        loss(batch)
+    check_refused(partial(loss, batch), ValueError, "'heat'")
     batch["sampling", "heat"] = torch.full((len(batch), 2), 0.7)
-    with pytest.raises(ValueError, match=r"'heat'.*must have shape"):
-        loss(batch)
+    check_refused(partial(loss, batch), ValueError, "'heat'…must have shape")
 
 
 def test_of_rows_that_train_nothing_the_temperature_does_not_matter(model, experience):

@@ -1,4 +1,4 @@
-"""The value loss inside the policy loss: its value, its gradient, its diagnostics, exact shards."""
+"""The value loss inside the policy loss: its value, its gradient, its diagnostics."""
 
 import pytest
 import torch
@@ -43,15 +43,6 @@ def test_it_is_the_value_loss(model, batch, clip_value, aggregation):
     torch.testing.assert_close(got, torch.autograd.grad(expected, critic.embedding.weight))
     assert got[0].any()
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_shards_accumulate_to_the_full_batch(model, batch):
-    critic = TokenCritic()
-    loss = MultiTurnLoss(model, aggregation="prompt_mean", critic=ValueLoss(critic, clip_value=0.3))
-    weight, total = critic.embedding.weight, loss.total(batch)
-    (expected,) = torch.autograd.grad(loss(batch)["loss_critic"], weight)
-    shards = sum(loss(shard, total=total)["loss_critic"] for shard in batch.split(2))
-    torch.testing.assert_close(torch.autograd.grad(shards, weight)[0], expected)
 
 
 def test_both_models_are_the_losss(model, batch, make_model):

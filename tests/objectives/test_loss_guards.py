@@ -17,11 +17,7 @@ from tests.objectives.helpers import (
     value_model,
 )
 from tests.settings import grouped
-from torchrl_mt.objectives import (
-    MultiTurnLoss,
-    Passes,
-    ValueModel,
-)
+from torchrl_mt.objectives import MultiTurnLoss, Passes, ValueModel
 from torchrl_mt.objectives.functional import merge_totals
 from torchrl_mt.objectives.functional.corrections import CORRECTIONS
 from torchrl_mt.objectives.functional.policy.objectives import OBJECTIVES
@@ -35,18 +31,10 @@ def batch(model):
 FULL = {"objective": "decoupled_ppo", "kl_coef": 0.1, "clip_value": 0.2}
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        ("log_probs", "old"),
-        ("log_probs", "full"),
-        ("log_probs", "ref"),
-        ("weights", "full"),
-        "advantage",
-        "values",
-        "returns",
-    ],
-)
+LOG_PROBS = [("log_probs", name) for name in ("old", "full", "ref")]
+
+
+@pytest.mark.parametrize("key", [*LOG_PROBS, ("weights", "full"), "advantage", "values", "returns"])
 def test_entries_that_carry_a_graph_are_refused_by_key(model, batch, key):
     loss = MultiTurnLoss(model, **grouped(critic=TokenCritic(), **FULL))
     loss(batch)
@@ -96,32 +84,15 @@ def test_entries_that_may_be_there_are_read_where_they_were_moved(model, batch):
         assert torch.equal(loss.total(moved), total)
 
 
-def without(batch, dropped):
-    """The rows with their sampled tokens unsampled where ``dropped``."""
-    batch = batch.clone()
-    batch[MASK] &= ~dropped
-    return batch
-
-
-@pytest.mark.parametrize("shape", ["rows", "column", "tokens", "last"])
-@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid", ("my", "keep")])
-def test_the_hosts_mask_is_anded_into_what_is_trained(model, batch, shape, key):
-    n, s = batch[MASK].shape
-    keep = torch.arange(n)[:, None] != 1
-    if shape in ("tokens", "last"):
-        keep = keep & (torch.arange(s) % 3 != 2)
-    dropped = ~keep.expand(n, s)
-    given = {"rows": keep[:, 0], "column": keep, "tokens": keep, "last": keep.unsqueeze(-1)}
-    loss = MultiTurnLoss(model, aggregation="seq_mean_token_mean", critic=TokenCritic())
-    expected = loss(without(batch, dropped)), loss.total(without(batch, dropped))
-    batch[key] = given[shape]
-    if key == ("my", "keep"):
-        loss.loss_mask_key = key
-    torch.testing.assert_close(loss(batch), expected[0])
-    assert torch.equal(loss.total(batch), expected[1])
-    assert loss.total(batch[:0]) == 0
-    loss.loss_mask_key = None
-    torch.testing.assert_close(loss(batch), loss(batch.exclude(key)))
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "prompt_mean"])
+def test_the_hosts_mask_is_anded_into_what_is_trained(model, batch, aggregation):
+    """Whatever averages over rows, and the critic's loss; of the mean over tokens TorchRL tells."""
+    loss = MultiTurnLoss(model, aggregation=aggregation, critic=TokenCritic())
+    keep = torch.rand(batch[MASK].shape, generator=torch.Generator().manual_seed(0)) < 0.6
+    batch["collector", "mask"], fewer = keep, batch.clone()
+    fewer[MASK] &= keep
+    torch.testing.assert_close(loss(batch), loss(fewer.exclude("collector")))
+    assert torch.equal(loss.total(batch), loss.total(fewer.exclude("collector")))
 
 
 def test_a_mask_of_the_host_that_does_not_fit_is_refused(model, batch):
@@ -269,12 +240,9 @@ def test_an_actor_that_gives_no_number_is_named(model, batch, objective, bad):
     mask = batch[MASK]
     row, token = (mask & (torch.arange(12) > 1)).nonzero()[3].tolist()
     # Logits lie one place before the token that they predict.
-    spoiled = Spoiled(model, at(row, token - 1), bad)
-    loss = MultiTurnLoss(spoiled, objective=objective)
-    where = (
-        rf"log-probabilities must be finite .*\(row {row}, token {token}\) and 0 more: the model"
-    )
-    with pytest.raises(ValueError, match=where):
+    loss = MultiTurnLoss(Spoiled(model, at(row, token - 1), bad), objective=objective)
+    where = rf"must be finite .*\(row {row}, token {token}\) and 0 more: the model"
+    with pytest.raises(ValueError, match=f"log-probabilities {where}"):
         loss(batch)
     batch["valid"] = torch.arange(len(batch)) != row
     assert all(value.isfinite() for value in loss(batch).values())

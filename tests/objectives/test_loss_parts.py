@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.objectives import helpers
 from tests.objectives.conftest import make_model
-from tests.objectives.helpers import objective_of, value_model
+from tests.objectives.helpers import gradients_of, objective_of, value_model
 from tests.objectives.test_images import completed, vl_model
 from tests.scoring.test_actor_output import Checkpointed
 from tests.settings import OF_SINGLE_ROWS, grouped
@@ -30,7 +30,7 @@ def gradients(loss, out, weights):
     loss.zero_grad(set_to_none=True)
     total = sum(weights.get(key, 1.0) * x for key, x in out.items() if key.startswith("loss_"))
     total.backward()
-    return {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
+    return gradients_of(loss)
 
 
 def assert_same(models, batch, options, limits, weights=None, atol=1e-5):
@@ -78,13 +78,11 @@ def test_images_go_with_their_rows():
 def test_a_total_counts_in_parts_as_in_one_pass(total):
     model = make_model()
     batch = completed_rows(model)
-    out = [
-        MultiTurnLoss(model, passes=Passes(micro_batch_size=size))(batch, total=total)[
-            "loss_objective"
-        ]
+    one, parts = (
+        MultiTurnLoss(model, passes=Passes(micro_batch_size=size))(batch, total=total)
         for size in (None, 2)
-    ]
-    torch.testing.assert_close(out[0], out[1])
+    )
+    torch.testing.assert_close(parts["loss_objective"], one["loss_objective"])
 
 
 def watched():
@@ -172,15 +170,14 @@ def test_checkpointed_models_are_trained_whole(reentrant):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("unequal", [False, True])
-def test_gradients_are_added_to_those_that_are_there(unequal):
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_gradients_are_added_to_those_that_are_there(weight):
     model = make_model()
     batch = completed_rows(model)
     loss = MultiTurnLoss(model, kl_coef=0.1, passes=Passes(micro_batch_size=2))
-    weights = {"loss_kl": 2.0} if unequal else {}
-    once = {n: g.clone() for n, g in gradients(loss, loss(batch), weights).items()}
+    once = gradients(loss, loss(batch), {"loss_kl": weight})
     out = loss(batch)
-    total = sum(weights.get(k, 1.0) * x for k, x in out.items() if k.startswith("loss_"))
+    total = out["loss_objective"] + weight * out["loss_kl"]
     total.backward(retain_graph=True)
     total.backward()
     for name, p in loss.named_parameters():
@@ -193,9 +190,8 @@ def test_no_row_and_frozen_models_are_no_error():
     loss = MultiTurnLoss(model, passes=Passes(micro_batch_size=1))
     gradients(loss, loss(batch[:0]), {})
     model.requires_grad_(False)
-    assert not MultiTurnLoss(model, passes=Passes(micro_batch_size=1))(batch)[
-        "loss_objective"
-    ].requires_grad
+    loss = MultiTurnLoss(model, passes=Passes(micro_batch_size=1))
+    assert not loss(batch)["loss_objective"].requires_grad
 
 
 # Updates on regularisers alone
@@ -237,8 +233,7 @@ def test_an_update_that_learns_begins_the_count_anew():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"entropy_coef": 0.0}, {"kl_coef": 0.0}, {"entropy_coef": 0.1, "most": None}],
+    "options", [{}, {"entropy_coef": 0.0}, {"kl_coef": 0.0}, {"entropy_coef": 0.1, "most": None}]
 )
 def test_without_a_regulariser_or_limit_idle_updates_go_on(options):
     most = options.pop("most", 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.objectives.conftest import make_model, make_rows
 from tests.objectives.helpers import objective_of
 from tests.objectives.test_ranks import distance, gradients, parts_of, whole_logits_counted
 from tests.rank_processes import needs_gloo, play, take_part
-from tests.settings import grouped
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss, Passes, micro_batches
 
 pytest.importorskip("peft")
@@ -32,29 +30,32 @@ def sharded(actor):
 
 
 WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": sharded, "fsdp, one module": fully_shard}
+RUNS = [
+    *(("layers", name) for name in WRAPPERS),
+    *(("dora", "fsdp"), ("head", "ddp"), ("head", "fsdp, one module")),
+]
 
 
 def errors(rank):
     """Errors of experience and gradient over two steps, and this rank's passes with whole logits."""
-    found, world = {}, distributed.group.WORLD
-    for (kind, adapter), name in itertools.product(KINDS.items(), WRAPPERS):
-        plain = lora(make_model(), **adapter)
+    found, world, cut = {}, distributed.group.WORLD, Passes(micro_batch_size=2)
+    for kind, name in RUNS:
+        plain = lora(make_model(), **KINDS[kind])
         many = WRAPPERS[name](copy.deepcopy(plain))
         optimizers = [
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
             for model in (plain, many)
         ]
-        options = {"ref": "base", "advantage": "batch", "kl_coef": 0.1, "micro_batch_size": 2}
+        options = {"ref": "base", "advantage": "batch", "kl_coef": 0.1, "passes": cut}
         worst, passes = [], 0
         for _ in range(2):
-            rows = ExperienceMaker(plain, **grouped(**options))(make_rows(n=9, s=14))
+            rows = ExperienceMaker(plain, **options)(make_rows(n=9, s=14))
             objective_of(MultiTurnLoss(plain, kl_coef=0.1)(rows)).backward()
             mine = parts_of(make_rows(n=9, s=14), "uneven")[rank]
             with whole_logits_counted() as counted:
-                mine = ExperienceMaker(many, process_group=world, **grouped(**options))(mine)
+                mine = ExperienceMaker(many, process_group=world, **options)(mine)
                 loss = MultiTurnLoss(many, kl_coef=0.1)
                 total = loss.total(mine, process_group=world)
-                cut = Passes(micro_batch_size=2)
                 for part in micro_batches(mine, passes=cut, process_group=world):
                     (2 * objective_of(loss(part, total=total))).backward()
             passes += counted.call_count
@@ -77,8 +78,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_gloo
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_ranks_learn_an_adapter_as_one_process(found, kind, name):
     for of_rank in found:
         error, passes = of_rank[kind, name]

@@ -21,18 +21,11 @@ LENGTHS = st.lists(st.integers(0, 9), max_size=12)
 
 
 def rows_of(lengths, groups=3):
-    attended = torch.arange(9) < torch.tensor(lengths, dtype=torch.long)[:, None]
     number = torch.arange(len(lengths))
-    return TensorDict(
-        {
-            "masks": {"all_attention_mask": attended},
-            "number": number,
-            "group": number * 7 % groups - 1,
-            "episode": number // 2 * 2 % 5,
-            "episode_index": number // 6,
-        },
-        [len(lengths)],
-    )
+    attended = torch.arange(9) < torch.tensor(lengths, dtype=torch.long)[:, None]
+    of_rows = {"number": number, "group": number * 7 % groups - 1}
+    of_rows |= {"episode": number // 2 * 2 % 5, "episode_index": number // 6}
+    return TensorDict({"masks": {"all_attention_mask": attended}, **of_rows}, [len(lengths)])
 
 
 def tokens(rows):

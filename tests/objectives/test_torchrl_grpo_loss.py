@@ -10,6 +10,7 @@ import torch
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss
 
+from tests.objectives.helpers import MASK
 from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 
 
@@ -58,22 +59,25 @@ def test_the_rows_suffice_without_experience_but_for_the_advantage(model, wrappe
 
 
 @pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid", ("my", "keep")])
-@pytest.mark.parametrize("shape", ["rows", "tokens", "last"])
+@pytest.mark.parametrize("shape", ["rows", "column", "tokens", "last"])
 def test_loss_masks_leave_out_what_they_do_of_grpo_loss(model, wrapper, rows, key, shape):
     batch = ExperienceMaker(model, old_log_probs="actor")(rows())
-    mask = batch["masks", "all_assistant_mask"]
+    mask = batch[MASK]
     g = torch.Generator().manual_seed(0)
     batch["log_probs", "old"] += torch.where(mask, 0.3 * torch.randn(mask.shape, generator=g), 0.0)
     keep = torch.rand(mask.shape, generator=g) < 0.6
-    keep = {"rows": torch.arange(len(mask)) % 3 != 1, "tokens": keep, "last": keep[..., None]}
-    batch[key] = keep[shape]
+    if shape in ("rows", "column"):
+        keep = (torch.arange(len(mask)) % 3 != 1)[:, None]
+    batch[key] = {"rows": keep[:, 0], "last": keep[..., None]}.get(shape, keep)
     theirs = GRPOLoss(wrapper, masking_strategy="rlhf", entropy_bonus=False)
     theirs.set_keys(sample_log_prob=("log_probs", "old"))
-    ours = MultiTurnLoss(model)
-    values = []
+    ours, values = MultiTurnLoss(model), set()
     for name in ("auto", key, None):
         theirs.loss_mask_key = ours.loss_mask_key = name
         expected = theirs(batch.clone()).loss_objective.reshape(())
         torch.testing.assert_close(ours(batch)["loss_objective"], expected, atol=1e-5, rtol=1e-5)
-        values.append(round(float(expected.detach()), 5))
-    assert len(set(values)) == 2
+        is_read = name == key or (name == "auto" and key != ("my", "keep"))
+        assert ours.total(batch) == (mask & keep if is_read else mask).sum()
+        values.add(round(float(expected.detach()), 5))
+    assert len(values) == 2
+    assert ours.total(batch[:0]) == 0

@@ -41,33 +41,6 @@ def estimates(position):
     }
 
 
-@pytest.mark.parametrize("position", [13, 14, 15])
-def test_a_reward_after_the_last_turn_is_the_last_tokens(position):
-    got = estimates(position)
-    torch.testing.assert_close(got["masked_gae"], 0.95 ** torch.arange(5.0, -1, -1))
-    torch.testing.assert_close(got["turn_gae"], 0.95 ** torch.tensor([2.0, 2, 1, 1, 0, 0]))
-    torch.testing.assert_close(got["bilevel_gae"], 0.95 ** torch.tensor([3.0, 2, 2, 1, 1, 0]))
-    if position == 13:
-        gaps = torch.tensor([11.0, 10, 6, 5, 1, 0])
-        torch.testing.assert_close(got["suffix mask"], 0.95**gaps)
-    else:
-        assert not got["suffix mask"].any()
-
-
-@pytest.mark.parametrize("position", [8, 9, 11])
-def test_a_reward_in_an_observation_is_the_turns_before_it(position):
-    got = estimates(position)
-    expected = torch.cat([0.95 ** torch.arange(3.0, -1, -1), torch.zeros(2)])
-    torch.testing.assert_close(got["masked_gae"], expected)
-    torch.testing.assert_close(got["turn_gae"], torch.tensor([0.95, 0.95, 1, 1, 0, 0]))
-
-
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_reward_in_the_prompt_is_the_first_tokens(position):
-    got = estimates(position)["masked_gae"]
-    torch.testing.assert_close(got, torch.tensor([1.0, 0, 0, 0, 0, 0]))
-
-
 def test_the_docs_show_these_numbers():
     page = Path(__file__).parents[3] / "docs" / "credit.rst"
     tables = page.read_text().split(".. credit-table: reward at ")[1:]

@@ -77,36 +77,11 @@ def test_advantage_is_the_formula(kind, game):
     torch.testing.assert_close(got.double(), loop(*game, kind, 0.5), atol=1e-4, rtol=1e-4)
 
 
-@given(games(), st.randoms())
-def test_order_padding_and_other_tensors_change_nothing(game, random):
-    expected, n = evaluate(game), len(game[0])
-    order = torch.tensor(random.sample(range(n), n))
-    torch.testing.assert_close(evaluate([x[order] for x in game]), expected[order])
-    at = torch.tensor(sorted(random.sample(range(game[0].shape[1] + 3), game[0].shape[1])))
-    wide = []
-    for x in game[:6]:
-        fill = 9 if x is game[0] else 0
-        wide.append(x.new_full((n, x.shape[1] + 3), fill).index_copy(1, at, x))
-    torch.testing.assert_close(evaluate([*wide, *game[6:]])[:, at], expected)
-
-
 RETURNS = [[1.0, 2.0, 4.0], [1.0, 0.0], [1.0, 2.0], [5.0], [0.5, 1.0]]
 OUTCOMES = [4.0, 1.0, 2.0, 5.0, 1.0]
 SAID = ["aba", "ac", "ba", "a", "ba"]
-
-
-DR_GRPO = [
-    1.166667,
-    1.916667,
-    2.666667,
-    -1.833333,
-    -1.333333,
-    -0.583333,
-    -0.333333,
-    3.0,
-    -2.0,
-    -3.0,
-]
+DR_GRPO = [1.166667, 1.916667, 2.666667, -1.833333, -1.333333]
+DR_GRPO += [-0.583333, -0.333333, 3.0, -2.0, -3.0]
 GRPO = [0.737536, 1.444642, 1.798195, -1.226424, -0.872871]
 GRPO += [-0.571771, -0.218218, 1.060660, -0.707107, -1.060660]
 

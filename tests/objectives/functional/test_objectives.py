@@ -58,31 +58,50 @@ def token_reference(formula):
     return loss
 
 
+@token_reference
 def ref_dual(new, old, _, a):
     gain = -surrogate((new - old).exp(), a)
     return -(torch.maximum(gain, 1.5 * a) if a < 0 else gain)
 
 
+@token_reference
+def ref_cispo(new, old, _, a):
+    return -(new - old).exp().clamp(1 - CLIP[0], 1 + CLIP[1]).detach() * a * new
+
+
+def ref_decoupled(cap):
+    @token_reference
+    def loss(new, old, sampler, a):
+        weight = (old - sampler).exp()
+        return (weight if weight <= cap else 0.0) * surrogate((new - old).exp(), a)
+
+    return loss
+
+
+@token_reference
 def ref_sapo(new, old, _, a):
     tau = 1.0 if a > 0 else 2.0
     return -a * 4 / tau / (1 + torch.exp(-tau * ((new - old).exp() - 1)))
 
 
-def ref_gspo(b, turns):
-    out = torch.zeros_like(b.new)
+def means(b, turns, detached=False):
+    """Each sequence's tokens, and the root of the product of their ratios."""
     for tokens in sequences(b.mask, turns):
         s = torch.stack([b.new[i] - b.old[i] for i in tokens]).mean().exp()
-        for i in tokens:
-            out[i] = surrogate(s, b.advantage[i])
+        yield from ((i, s.detach() if detached else s) for i in tokens)
+
+
+def ref_gspo(b, turns):
+    out = torch.zeros_like(b.new)
+    for i, s in means(b, turns):
+        out[i] = surrogate(s, b.advantage[i])
     return out
 
 
 def ref_gspo_token(b, turns):
     out = torch.zeros_like(b.new)
-    for tokens in sequences(b.mask, turns):
-        s = torch.stack([b.new[i] - b.old[i] for i in tokens]).mean().exp().detach()
-        for i in tokens:
-            out[i] = surrogate(s * b.new[i].exp() / b.new[i].exp().detach(), b.advantage[i])
+    for i, s in means(b, turns, detached=True):
+        out[i] = surrogate(s * b.new[i].exp() / b.new[i].exp().detach(), b.advantage[i])
     return out
 
 
@@ -174,34 +193,14 @@ CASES = {
     "sft": (sft, token_reference(lambda new, old, _, a: -new)),
     "reinforce": (reinforce, token_reference(lambda new, old, _, a: -a * new)),
     "ppo": (ppo, token_reference(lambda new, old, _, a: surrogate((new - old).exp(), a))),
-    "dual_clip": (partial(ppo, dual_clip=1.5), token_reference(ref_dual)),
-    "cispo": (
-        cispo,
-        token_reference(
-            lambda new, old, _, a: (
-                -(new - old).exp().clamp(1 - CLIP[0], 1 + CLIP[1]).detach() * a * new
-            )
-        ),
-    ),
-    "sapo": (partial(sapo, tau_neg=2.0), token_reference(ref_sapo)),
+    "dual_clip": (partial(ppo, dual_clip=1.5), ref_dual),
+    "cispo": (cispo, ref_cispo),
+    "sapo": (partial(sapo, tau_neg=2.0), ref_sapo),
     "gspo": (gspo, ref_gspo),
     "gspo_token": (gspo_token, ref_gspo_token),
     "gmpo": (gmpo, ref_gmpo),
-    "decoupled_ppo": (
-        decoupled_ppo,
-        token_reference(
-            lambda new, old, sampler, a: (old - sampler).exp() * surrogate((new - old).exp(), a)
-        ),
-    ),
-    "decoupled_ppo_capped": (
-        partial(decoupled_ppo, weight_cap=2.0),
-        token_reference(
-            lambda new, old, sampler, a: (
-                ((old - sampler).exp() if (old - sampler).exp() <= 2.0 else 0.0)
-                * surrogate((new - old).exp(), a)
-            )
-        ),
-    ),
+    "decoupled_ppo": (decoupled_ppo, ref_decoupled(math.inf)),
+    "decoupled_ppo_capped": (partial(decoupled_ppo, weight_cap=2.0), ref_decoupled(2.0)),
 }
 
 
@@ -333,10 +332,7 @@ SAMPLED = torch.tensor([[True, True, False, True], [True, True, True, True]])
     [
         (dppo_tv, [[0, 0, 0, -0.3], [0.606531, 0, -0.314530, 0]]),
         (dppo_kl, [[0, 0, 0, -0.3], [0, 0, -0.314530, 0]]),
-        (
-            partial(clip_cov, share=1.0, bounds=(0.2, 5.0)),
-            [[0, 0, 0, -0.3], [0, 0, -0.314530, 0]],
-        ),
+        (partial(clip_cov, share=1.0, bounds=(0.2, 5.0)), [[0, 0, 0, -0.3], [0, 0, -0.314530, 0]]),
         (
             partial(kl_cov, share=0.3, coef=0.7),
             [[-1.284025, 0.335160, 0, -0.3], [-0.093469, -1.493427, -0.314530, 0.109762]],

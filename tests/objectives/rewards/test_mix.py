@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import torch
 
-from tests.objectives.helpers import refused
+from tests.objectives import helpers
+from tests.refusals import check_refused, refused
 from tests.waiting import PATIENCE
 from torchrl_mt.objectives import ExperienceMaker
 from torchrl_mt.objectives.functional.time.episodes import index_episodes
@@ -42,11 +44,9 @@ async def slowly(rows):
 def plain(recipe, batch):
     """The recipe in float64, place by place; also each episode's score by label and source."""
     mask, turns = batch["masks", "all_assistant_mask"], batch["turns", "full"]
-    out = torch.zeros(mask.shape, dtype=torch.float64)
-    scores = {}
-    labels = batch.get("label", None)
-    labels = ["default"] * len(batch) if labels is None else labels.tolist()
-    length = batch["masks", "all_attention_mask"].sum(-1)
+    own = {"episode": batch["rewards", "full"], by_token: 0.1 * batch["tokens", "full"]}
+    length, labels = by_length(batch), list(batch["label"])
+    out, scores = torch.zeros(mask.shape, dtype=torch.float64), {}
     for e in set(batch["episode"].tolist()):
         places = [(n, t) for n, t in mask.nonzero().tolist() if int(batch["episode"][n]) == e]
         if not places:
@@ -54,21 +54,14 @@ def plain(recipe, batch):
         last = max(places, key=lambda place: (int(turns[place]), place[1]))
         label = labels[last[0]]
         for source, weight in recipe[label]:
-            score = 0.0
-            if source in (by_length, slowly):
-                score = float(length[last[0]]) - (7 if source is slowly else 0)
-                out[last] += weight * score
+            if source in own:
+                rewards = {place: float(own[source][place]) for place in places}
             else:
-                for place in places:
-                    own = source == "episode"
-                    r = (
-                        float(batch["rewards", "full"][place])
-                        if own
-                        else 0.1 * float(batch["tokens", "full"][place])
-                    )
-                    out[place] += weight * r
-                    score += r
-            scores.setdefault((label, getattr(source, "__name__", source)), []).append(score)
+                rewards = {last: float(length[last[0]]) - (7 if source is slowly else 0)}
+            for place, reward in rewards.items():
+                out[place] += weight * reward
+            name = getattr(source, "__name__", source)
+            scores.setdefault((label, name), []).append(sum(rewards.values()))
     return out, scores
 
 
@@ -119,34 +112,29 @@ def skipping(source, skips, name):
 def test_sources_that_do_not_apply_leave_their_weight_to_others(rows, seed):
     """Scores of episodes, with ``None`` for some, against the formula in plain numbers."""
     batch = rows(seed, n=15)
+    skips = [lambda x: x % 2 == 0, lambda x: x % 3 == 0, lambda x: x < 0]
     parts = [
-        (skipping(by_length, lambda x: x % 2 == 0, "even"), 2.0, lambda x: x % 2 == 0),
-        (skipping(by_length, lambda x: x % 3 == 0, "third"), -0.5, lambda x: x % 3 == 0),
-        (skipping(by_length, lambda x: x < 0, "watched"), 0.0, lambda x: x < 0),
+        (skipping(by_length, skip, str(number)), weight)
+        for number, (skip, weight) in enumerate(zip(skips, (2.0, -0.5, 0.0), strict=True))
     ]
-    reward, metrics = mixed([part[:2] for part in parts], batch)
-    kept = {part[0].name: 0 for part in parts}
-    episodes = outcomes(batch)
-    unscored = 0
-    for last in episodes.last_token.tolist():
-        if last < 0:
-            continue
+    reward, metrics = mixed(parts, batch)
+    kept, unscored, episodes = [0] * 3, 0, outcomes(batch)
+    for last in episodes.last_token[episodes.last_token >= 0].tolist():
         row = last // reward.shape[1]
         tokens, length = int(batch["tokens", "full"][row].sum()), float(by_length(batch)[row])
-        here = [part for part in parts if not part[2](tokens)]
-        for source, _, _ in here:
-            kept[source.name] += 1
-        weight = sum(abs(weight) for _, weight, _ in here)
+        here = [number for number, skip in enumerate(skips) if not skip(tokens)]
+        for number in here:
+            kept[number] += 1
+        weights = [parts[number][1] for number in here]
         same = episodes.of_row == episodes.of_row[row]
-        if not weight:
+        if not any(weights):
             unscored += 1
             assert reward[same].isnan().all()
             continue
-        expected = 2.5 / weight * sum(weight for _, weight, _ in here) * length
+        expected = 2.5 / sum(map(abs, weights)) * sum(weights) * length
         assert reward[same].sum() == pytest.approx(expected)
         assert reward[same].flatten().nonzero().numel() == 1
-    for name, count in kept.items():
-        assert metrics[f"reward/default/{name}/count"] == count
+    assert [metrics[f"reward/default/{number}/count"] for number in range(3)] == kept
     sampled = int((episodes.last_token >= 0).sum())
     assert metrics["reward/default/count"] == sampled - unscored
 
@@ -167,12 +155,6 @@ def test_a_reward_per_token_may_be_none_for_an_episode(rows):
 def test_weights_of_zero_reject_nothing(rows):
     reward, _ = mixed([(lambda rows: [None] * len(rows), 0.0), (by_length, 0.0)], rows())
     assert not reward.any()
-
-
-def test_only_the_score_of_the_last_row_is_read(rows):
-    batch = rows(n=3)
-    reward, _ = mixed(lambda rows: [None, 2.0, 3.0], batch)
-    assert reward.sum(-1).tolist() == [0.0, 2.0, 3.0]
 
 
 def without_some(rows):
@@ -212,7 +194,7 @@ def test_rows_are_left_alone_if_a_maker_that_rejected_some_fails(rows, model):
     keys = set(given.keys(True))
     mix = RewardMix(without_some, transform=fails)
     maker = ExperienceMaker(model, reward=mix, advantage="batch")
-    refused(maker, given, "no transform", RuntimeError)
+    helpers.refused(maker, given, "no transform", RuntimeError)
     dropped = ExperienceMaker(
         model, reward=without_some, advantage="batch", process=lambda rows: rows[:9]
     )(given)
@@ -265,21 +247,6 @@ def test_only_the_last_rows_are_shown_to_a_source_per_episode(rows):
     assert len(seen) == 1
 
 
-def test_a_source_is_asked_once_for_all_labels_and_named_apart(rows):
-    calls = []
-
-    def judge(rows):
-        calls.append(len(rows))
-        return by_length(rows)
-
-    first, second = (lambda rows: by_length(rows)), (lambda rows: -by_length(rows))
-    batch = labelled(rows(n=6))
-    recipe = {"maths": [(judge, 1.0), (first, 1.0)], "chat": [(judge, 2.0), (second, 1.0)]}
-    _, metrics = mixed(recipe, batch)
-    assert calls == [6]
-    assert {"reward/maths/<lambda>/mean", "reward/chat/<lambda>#2/mean"} <= set(metrics)
-
-
 def test_a_source_that_is_listed_twice_has_both_weights(rows):
     batch = rows(n=7)
     twice, metrics = mixed([(by_length, 0.5), ("episode", 1.0), (by_length, 2.0)], batch)
@@ -292,6 +259,8 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
     calls = []
 
     class Judge:
+        __hash__ = None
+
         def __init__(self, score):
             self.result = score
 
@@ -302,23 +271,13 @@ def test_a_bound_method_is_one_source_however_often_it_is_looked_up(rows):
         def __eq__(self, other):
             return True
 
-        __hash__ = None
-
     judge, other = Judge(1.0), Judge(3.0)
-    recipe = {
-        "maths": [(judge.score, 1.0), (other.score, 0.5)],
-        "chat": [(judge.score, 2.0)],
-    }
+    recipe = {"maths": [(judge.score, 1.0), (other.score, 0.5)], "chat": [(judge.score, 2.0)]}
     _, metrics = mixed(recipe, labelled(rows(n=6)))
     assert sorted(calls) == [3, 6]
-    means = {name: value for name, value in metrics.items() if name.endswith("/mean")}
-    assert means == {
-        "reward/maths/score/mean": 1.0,
-        "reward/maths/score#2/mean": 3.0,
-        "reward/maths/mean": 2.5,
-        "reward/chat/score/mean": 1.0,
-        "reward/chat/mean": 2.0,
-    }
+    means = {name[7:-5]: value for name, value in metrics.items() if name.endswith("/mean")}
+    of_maths = {"maths/score": 1.0, "maths/score#2": 3.0, "maths": 2.5}
+    assert means == {**of_maths, "chat/score": 1.0, "chat": 2.0}
 
 
 def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
@@ -339,18 +298,6 @@ def test_sources_that_wait_do_so_together_also_inside_a_loop(rows):
     for reward, metrics in (mixed([(meet, 1.0), (too, 1.0)], batch), asyncio.run(main())):
         assert metrics["reward/default/meet/mean"] == 1.0
         assert float(reward.sum()) == 2.0 * metrics["reward/default/too/count"]
-
-
-def test_a_source_cannot_change_the_rows(rows):
-    def spoil(rows):
-        rows["rewards", "full"].fill_(100.0)
-        rows["mine"] = rows["episode"]
-        return by_length(rows)
-
-    batch, before = rows(), rows()
-    mixed([(spoil, 1.0), ("episode", 1.0)], batch)
-    assert bool((batch == before).all())
-    assert set(batch.keys(True)) == set(before.keys(True))
 
 
 def test_the_transform_sees_where_rewards_lie(rows):
@@ -394,77 +341,82 @@ def test_a_failing_source_is_an_error_and_stops_the_others(rows):
     assert stopped == [True]
 
 
+ROW_5 = [1.0] * 5 + [torch.nan]
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (lambda n, s: [1.0] * (n - 1), ValueError, r"one number for each of the 6 rows, \[6\]"),
-        (lambda n, s: torch.zeros(n, s + 1), ValueError, r"of their tokens, \[6, 12\], got shape"),
-        (
-            lambda n, s: torch.zeros(n, 1),
-            ValueError,
-            r"each of the 6 rows, \[6\], .* got shape \(6, 1\)",
-        ),
-        (lambda n, s: torch.zeros(n, s, 1), ValueError, r"got shape \(6, 12, 1\)"),
-        (
-            lambda n, s: [1.0] * (n - 1) + [float("nan")],
-            ValueError,
-            "finite numbers, got nan for row 5",
-        ),
-        (
-            lambda n, s: None,
-            TypeError,
-            "the result of reward source 'judge' must be a tensor or numbers",
-        ),
-        (lambda n, s: ["good"] * n, TypeError, "got list"),
+        ([1.0] * 5, ValueError, r"one number for each of the 6 rows, \[6\]"),
+        (torch.zeros(6, 13), ValueError, r"of their tokens, \[6, 12\], got shape"),
+        (torch.zeros(6, 1), ValueError, r"each of the 6 rows, \[6\], .* got shape \(6, 1\)"),
+        (torch.zeros(6, 12, 1), ValueError, r"got shape \(6, 12, 1\)"),
+        (ROW_5, ValueError, "finite numbers, got nan for row 5"),
+        (None, TypeError, "the result of reward source 'judge' must be a tensor or numbers"),
+        (["good"] * 6, TypeError, "got list"),
     ],
 )
 def test_bad_answers_are_refused(rows, answer, error, message):
     def judge(rows):
-        return answer(*rows["tokens", "full"].shape)
+        return answer
 
     with pytest.raises(error, match=message):
         mixed(judge, rows())
 
 
-def test_bad_recipes_and_labels_are_refused(rows):
-    for recipe, error, message in [
-        ({}, ValueError, "a recipe for each label"),
-        ({"a": []}, ValueError, "label 'a' must have a list"),
-        ([("other", 1.0)], TypeError, "a reward source must be 'episode', a callable"),
-        ([("episode", float("inf"))], ValueError, "weight of 'episode' must be a finite number"),
-        (["episode"], TypeError, r"\(source, weight\) pairs"),
-        ({"a": "episode"}, ValueError, "label 'a' must have a list"),
-    ]:
-        with pytest.raises(error, match=message):
-            RewardMix(recipe)
-    own = [("episode", 1.0)]
-    recipe = {"maths": own, "chat": own}
-    with pytest.raises(KeyError, match="rows lack the entry 'label'"):
-        mixed(recipe, rows())
-    batch = labelled(rows())
-    for given, n, unknown in [
-        ({"maths": own}, 3, "chat"),
-        ({"default": own}, 0, "maths"),
-        ({"default": own, "chat": own}, 0, "maths"),
-    ]:
-        known = ", ".join(map(repr, given))
-        message = (
-            f"'label' of row {n} must be one of {known}, got '{unknown}': no recipe stands in "
-            rf"for another.*reward=\{{'{unknown}': \[\(source, weight\)\], ...\}}"
-        )
-        with pytest.raises(ValueError, match=message):
-            mixed(given, batch)
-    # Without a label, among others that have one.
-    bare = batch.clone()
-    bare["label"] = [None] * len(bare)
-    torch.testing.assert_close(mixed({"default": own, "maths": own}, bare)[0], mixed(own, batch)[0])
-    with pytest.raises(ValueError, match=r"got None: .* reward=\{'default': "):
-        mixed({"maths": own}, bare)
-    bare["label"] = [3] * len(bare)
-    with pytest.raises(ValueError, match=r"got 3: .* reward=\{'3': .*, a str"):
-        mixed({"default": own}, bare)
-    batch["label"] = ["maths", "chat"] * 3
-    with pytest.raises(ValueError, match="the same on all rows of an episode"):
-        mixed(recipe, batch)
-    with pytest.raises(KeyError, match="MergeTurns writes it"):
-        mixed("episode", rows().exclude("rewards"))
+OWN = [("episode", 1.0)]
+EACH_KNOWN = {"maths": OWN, "chat": OWN}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        refused("a recipe for each label", RewardMix, {}),
+        refused("label 'a' must have a list", RewardMix, {"a": []}),
+        refused("label 'a' must have a list", RewardMix, {"a": "episode"}),
+        refused(
+            "a reward source must be 'episode', a callable",
+            *(RewardMix, [("other", 1.0)]),
+            error=TypeError,
+        ),
+        refused("weight of 'episode' must be a finite", RewardMix, [("episode", float("inf"))]),
+        refused("(source, weight) pairs", RewardMix, ["episode"], error=TypeError),
+    ],
+)
+def test_bad_recipes_are_refused(call, error, text):
+    check_refused(call, error, text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "label", "error", "text"),
+    [
+        (EACH_KNOWN, None, KeyError, "rows lack the entry 'label'"),
+        *(
+            (
+                *(given, ["maths"] * 3 + ["chat"] * 3, ValueError),
+                f"'label' of row {n} must be one of {known}, got '{unknown}': no recipe stands in "
+                f"for another…reward={{'{unknown}': [(source, weight)], ...}}",
+            )
+            for given, known, n, unknown in (
+                ({"maths": OWN}, "'maths'", 3, "chat"),
+                ({"default": OWN}, "'default'", 0, "maths"),
+                ({"default": OWN, "chat": OWN}, "'default', 'chat'", 0, "maths"),
+            )
+        ),
+        ({"maths": OWN}, [None] * 6, ValueError, "got None: … reward={'default': "),
+        ({"default": OWN}, [3] * 6, ValueError, "got 3: … reward={'3': …, a str"),
+        (EACH_KNOWN, ["maths", "chat"] * 3, ValueError, "the same on all rows of an episode"),
+    ],
+)
+def test_labels_without_a_recipe_are_refused(rows, recipe, label, error, text):
+    batch = rows()
+    if label is not None:
+        batch["label"] = label
+    check_refused(partial(mixed, recipe, batch), error, text)
+
+
+def test_without_a_label_the_default_recipe_is_meant(rows):
+    batch = rows()
+    batch["label"] = [None] * len(batch)
+    got, expected = mixed({"default": OWN, "maths": OWN}, batch)[0], mixed(OWN, rows())[0]
+    torch.testing.assert_close(got, expected)

@@ -43,20 +43,17 @@ def test_a_row_that_ends_with_the_padding_token_is_not_cut(classifier, rows):
 
 
 class Own(torch.nn.Module):
+    """Scores of rows or tokens, in some shape."""
+
     def __init__(self, shape):
         super().__init__()
         self.shape = shape
 
     def forward(self, input_ids, attention_mask):
         total = (input_ids * attention_mask).cumsum(-1).float()
-        row = total[torch.arange(len(total)), attention_mask.sum(-1) - 1]
-        return {
-            "n": row,
-            "n1": row[:, None],
-            "nl": total,
-            "nl1": total[..., None],
-            "n2": row[:, None].expand(-1, 2),
-        }[self.shape]
+        row = total[torch.arange(len(total)), attention_mask.sum(-1) - 1, None]
+        shaped = {"n": row[:, 0], "n1": row, "nl": total, "nl1": total[..., None]}
+        return (shaped | {"n2": row.expand(-1, 2)})[self.shape]
 
 
 @pytest.mark.parametrize("shape", ["n", "n1", "nl", "nl1"])

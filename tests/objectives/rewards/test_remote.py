@@ -9,16 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack
 
-from tests.faulty_server import (
-    after,
-    dripping,
-    half,
-    nothing,
-    running,
-    silent,
-    status,
-    success,
-)
+from tests.faulty_server import after, dripping, half, nothing, running, silent, status, success
 from tests.idle_clock import LIMIT, Loop
 from tests.objectives.rewards.reward_server import RewardServer
 from tests.waiting import PATIENCE
@@ -163,10 +154,10 @@ def test_nobody_there(tokenizer, rows):
     assert url in str(caught.value)
 
 
-@pytest.mark.parametrize("reply", [{"rewards": [1.0, None, 2, None, 0, 5]}])
-def test_null_is_no_reward(server, remote, rows, reply):
-    server.faults = [success(reply)]
-    assert ask(remote(), rows()) == reply["rewards"]
+def test_null_is_no_reward(server, remote, rows):
+    rewards = [1.0, None, 2, None, 0, 5]
+    server.faults = [success({"rewards": rewards})]
+    assert ask(remote(), rows()) == rewards
 
 
 def test_the_rows_of_a_failed_request_have_no_reward(server, remote, rows, caplog):

@@ -1,6 +1,5 @@
 """Functions of text as rewards: texts, tokens and columns arrive, rewards land on their turns."""
 
-import asyncio
 import random
 
 import numpy as np
@@ -98,17 +97,6 @@ def test_only_columns_with_a_parameter_are_passed():
         source(rows)
 
 
-def test_one_reward_for_each_turn():
-    rows = rows_of([ONE, FORKED, ONE])
-    answer = [[1, 2], [3.0, 4.0, 5.0], 6]
-    reward = mixed(TextReward(lambda prompts, completions: answer, Numbers()), rows)
-    expected = torch.zeros_like(reward)
-    expected[0, 2], expected[0, 6] = 1, 2
-    expected[1, 1], expected[1, 3], expected[2, 3] = 3, 4, 5
-    expected[3, 6] = 6
-    assert torch.equal(reward, expected)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_rewards_of_turns_equal_those_of_the_environment(seed):
     """Random episodes with forks and empty responses; the environment's own rewards as the reference."""
@@ -129,14 +117,6 @@ def test_rewards_of_turns_equal_those_of_the_environment(seed):
     rows = MergeTurns()(turns)
     source = TextReward(lambda prompts, completions: rewards, Numbers())
     assert torch.equal(mixed(source, rows), mixed("episode", rows))
-
-
-def test_an_async_function_is_awaited():
-    async def fn(prompts, completions):
-        await asyncio.sleep(0)
-        return torch.ones(len(prompts))
-
-    assert mixed(TextReward(fn, Numbers()), rows_of([ONE, FORKED])).sum() == 2
 
 
 @pytest.mark.parametrize(
