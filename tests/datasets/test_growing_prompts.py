@@ -54,7 +54,7 @@ def forked_episode(rng, dtype=torch.int64, *, parents=False, turns=None):
 
 
 @every_format
-@few_or_many(8, 75)
+@few_or_many(8, 25)
 def test_forked_episodes_are_read_as_they_were(format, examples, tmp_path):
     for seed in range(examples):
         rng = random.Random(seed)

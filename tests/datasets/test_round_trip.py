@@ -26,7 +26,7 @@ from .every_format import LOSSLESS, new_path
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)
 
 
-@few_or_many(12, 75)
+@few_or_many(12, 30)
 def test_episodes_and_metadata_are_read_as_they_were_written(format, examples, tmp_path):
     for seed in range(examples):
         episodes, metadata = random_data(seed)
@@ -62,7 +62,7 @@ def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
             assert_same(dataset.episode(i), episode.select(*chosen))
 
 
-@few_or_many(8, 25)
+@few_or_many(8, 15)
 def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
     format, examples, tmp_path
 ):

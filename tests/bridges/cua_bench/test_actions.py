@@ -47,7 +47,7 @@ def parsed(*written, action_format="tagged"):
 
 
 @given(st.lists(st.lists(actions, min_size=1, max_size=3), min_size=1, max_size=3), formats)
-@examples(150, few=25)
+@examples(60, few=25)
 def test_what_is_printed_is_parsed_as_the_same_actions(parts, action_format):
     text = "so: ".join(acting(*map(str, part), action_format=action_format) for part in parts)
     expected = [action for part in parts for action in part]

@@ -521,7 +521,7 @@ async def test_copies_share_the_constructed_game_and_play_their_own():
 
 @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "TicTacToe-v0"])
 def test_a_collector_plays_games_that_its_seeds_determine(name):
-    number = in_fast_tier(4, 40)
+    number = in_fast_tier(4, 12)
 
     def answer(prompt):
         moves = GAMES[name]
