@@ -21,17 +21,14 @@ from torchrl_mt.datasets import ClipDataset, EpisodeDataset, save_episodes
 def ted(length, first=0, actions=2):
     """An episode that counts its steps."""
     t = torch.arange(first, first + length)
+    end = (t == first + length - 1)[:, None]
+    outcomes = {"reward": torch.ones(length, 1), "done": end, "terminated": end.clone()}
     return TensorDict(
         {
             "observation": t.clone(),
             "action": t.float()[:, None].expand(-1, actions).contiguous(),
             "is_init": (t == first)[:, None],
-            "next": {
-                "observation": t + 1,
-                "reward": torch.ones(length, 1),
-                "done": (t == first + length - 1)[:, None],
-                "terminated": (t == first + length - 1)[:, None],
-            },
+            "next": {"observation": t + 1, **outcomes},
         },
         [length],
     )
@@ -39,10 +36,8 @@ def ted(length, first=0, actions=2):
 
 def storage_of(lengths):
     storage = EpisodeStorage(10_000)
-    first = 0
-    for length in lengths:
-        storage.append(ted(length, first))
-        first += length
+    for i, length in enumerate(lengths):
+        storage.append(ted(length, sum(lengths[:i])))
     return storage
 
 
@@ -82,17 +77,14 @@ def test_clips_are_what_the_clip_sampler_samples(lengths, slice_len, stride):
     assert len(clips) == storage.num_clips(slice_len * stride)
     if not len(clips):
         return
-    buffer = buffer_of(
-        storage,
-        ClipSampler(
-            slice_len=slice_len,
-            stride=stride,
-            layout="clips",
-            selector=lambda step, storage, num, span: torch.arange(num),
-        ),
-        batch_size=len(clips) * slice_len,
+    sampler = ClipSampler(
+        slice_len=slice_len,
+        stride=stride,
+        layout="clips",
+        selector=lambda step, storage, num, span: torch.arange(num),
     )
-    sampled = buffer.sample().exclude("index")
+    sampled = buffer_of(storage, sampler, batch_size=len(clips) * slice_len).sample()
+    sampled = sampled.exclude("index")
     assert (torch.stack([clips[i] for i in range(len(clips))]) == sampled).all()
     assert (clips.__getitems__(range(len(clips))).clips == sampled).all()
 
@@ -121,9 +113,8 @@ def test_a_transform_gets_each_clip_once(tmp_path):
 
 
 def test_a_loader_collates_clips_of_ragged_entries(tmp_path):
-    save_episodes(
-        [{"tokens": [[1], [2, 3], [4, 5, 6]], "text": ["a", "b", "c"]}], tmp_path / "a.jsonl"
-    )
+    episode = {"tokens": [[1], [2, 3], [4, 5, 6]], "text": ["a", "b", "c"]}
+    save_episodes([episode], tmp_path / "a.jsonl")
     batch = next(iter(DataLoader(ClipDataset(tmp_path / "a.jsonl", 2), batch_size=2)))
     assert batch.batch_size == (2, 2)
     assert [row.tolist() for row in batch[1].get("tokens", as_list=True)] == [[2, 3], [4, 5, 6]]
@@ -132,12 +123,8 @@ def test_a_loader_collates_clips_of_ragged_entries(tmp_path):
 
 def test_tensordicts_of_other_datasets_are_collated_too():
     data = [TensorDict({"a": torch.ones(2) * i}) for i in range(4)]
-    assert next(iter(DataLoader(data, batch_size=4)))["a"].tolist() == [
-        [0, 0],
-        [1, 1],
-        [2, 2],
-        [3, 3],
-    ]
+    batch = next(iter(DataLoader(data, batch_size=4)))
+    assert batch["a"].tolist() == [[i, i] for i in range(4)]
 
 
 def test_it_can_be_pickled(source):
@@ -147,24 +134,22 @@ def test_it_can_be_pickled(source):
 
 
 def test_bad_arguments_are_named(tmp_path):
-    storage = storage_of([5])
-    with pytest.raises(ValueError, match="slice_len must be a positive integer, got 0"):
-        ClipDataset(storage, 0)
-    with pytest.raises(ValueError, match=r"stride must be a positive integer, got 1.5"):
-        ClipDataset(storage, 1, stride=1.5)
-    with pytest.raises(TypeError, match="source must be an EpisodeDataset, a path, or"):
-        ClipDataset([1, 2], 1)
-    with pytest.raises(TypeError, match="transform must be callable"):
-        ClipDataset(storage, 1, transform="flip")
+    storage, ragged = storage_of([5]), tmp_path / "a.jsonl"
+    save_episodes([{"action": [[1], [2, 3]]}], ragged)
+    for error, match, source, options in [
+        (ValueError, "slice_len must be a positive integer, got 0", storage, {"slice_len": 0}),
+        (ValueError, "stride must be a positive integer, got 1.5", storage, {"stride": 1.5}),
+        (ValueError, "stride joins 'action' over several steps", ragged, {"stride": 2}),
+        (TypeError, "source must be an EpisodeDataset, a path, or", [1, 2], {}),
+        (TypeError, "transform must be callable", storage, {"transform": "flip"}),
+    ]:
+        with pytest.raises(error, match=match):
+            ClipDataset(source, **{"slice_len": 1, **options})
     clips = ClipDataset(storage, 2)
     assert (clips[-1] == clips[3]).all()
     for i in (4, -5):
         with pytest.raises(IndexError, match=f"clip {i} is out of range: there are 4 clips"):
             clips[i]
-    ragged = tmp_path / "a.jsonl"
-    save_episodes([{"action": [[1], [2, 3]]}], ragged)
-    with pytest.raises(ValueError, match="stride joins 'action' over several steps"):
-        ClipDataset(ragged, 1, stride=2)
 
 
 @pytest.mark.parametrize("i", [slice(0, 2), 0.5, True, "0", [0], None])
@@ -202,9 +187,6 @@ def test_a_loader_of_episodes_is_pointed_to_clips(tmp_path):
 
 
 def test_a_collate_function_gets_a_sequence_of_clips():
-    loader = DataLoader(
-        ClipDataset(storage_of([5]), 2),
-        batch_size=4,
-        collate_fn=lambda clips: torch.stack([*clips]),
-    )
+    clips = ClipDataset(storage_of([5]), 2)
+    loader = DataLoader(clips, batch_size=4, collate_fn=lambda clips: torch.stack([*clips]))
     assert next(iter(loader))["observation"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]

@@ -22,22 +22,14 @@ def stored(episode):
 
 def test_arrays_lists_and_tensordicts_are_the_same(tmp_path):
     image = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
-    forms = {
-        "arrays": {"image": image, ("next", "reward"): np.ones(3, np.float32)},
-        "lists": {"image": list(image), "next": {"reward": [1.0, 1.0, 1.0]}},
-        "tensordict": TensorDict(
-            {"image": torch.from_numpy(image), "next": {"reward": torch.ones(3)}}, [3]
-        ),
-        "lazy stack": lazy_stack(
-            [
-                TensorDict({"image": torch.from_numpy(each), "next": {"reward": torch.tensor(1.0)}})
-                for each in image
-            ]
-        ),
-    }
-    with open_episodes(tmp_path / "a.jsonl") as out:
-        for form in forms.values():
-            out.write_episode(form)
+    tensors = TensorDict({"image": torch.from_numpy(image), "next": {"reward": torch.ones(3)}}, [3])
+    forms = [
+        {"image": image, ("next", "reward"): np.ones(3, np.float32)},
+        {"image": list(image), "next": {"reward": [1.0, 1.0, 1.0]}},
+        tensors,
+        lazy_stack(list(tensors.unbind(0))),
+    ]
+    save_episodes(forms, tmp_path / "a.jsonl")
     for each in EpisodeDataset(tmp_path / "a.jsonl").episodes():
         assert torch.equal(each["image"], torch.from_numpy(image))
         assert torch.equal(each["next", "reward"], torch.ones(3))
@@ -98,9 +90,8 @@ def test_dicts_stay_what_they_were_in_the_first_episode(tmp_path):
             out.write_episodes([others, numbers])
     for source in (storage, EpisodeDataset(tmp_path / "a.jsonl")):
         assert source.episode(1)["info"] == [{"x": 1}]
-    with pytest.raises(
-        ValueError, match=r"\('info', 'x'\) is missing. The dicts of its steps must"
-    ):
+    said = r"\('info', 'x'\) is missing. The dicts of its steps must"
+    with pytest.raises(ValueError, match=said):
         save_episodes([numbers, others], tmp_path / "b.jsonl")
 
 
@@ -204,12 +195,8 @@ def test_a_first_episode_of_empty_lists_is_explained(tmp_path):
 
 
 def test_outcomes_at_the_root_go_under_next(tmp_path):
-    outcomes = {
-        "reward": [0.0, 1.0],
-        "terminated": [False, True],
-        "truncated": [False, False],
-        "done": [False, True],
-    }
+    ends = {"terminated": [False, True], "truncated": [False, False], "done": [False, True]}
+    outcomes = {"reward": [0.0, 1.0], **ends}
     flat = {"observation": [0, 1], "next": {"observation": [1, 2]}, **outcomes}
     nested = {"observation": [0, 1], "next": {"observation": [1, 2], **outcomes}}
     save_episodes([flat, nested, TensorDict(flat, [2])], tmp_path / "a.jsonl")

@@ -18,7 +18,7 @@ from torchrl_mt.datasets import ClipDataset, EpisodeDataset, load_episodes, save
 from .episodes import DTYPES, Rows, Steps, assert_same, pack, random_bits
 from .every_format import LOSSLESS, new_path
 
-pytestmark = pytest.mark.parametrize("format", LOSSLESS)
+every_format = pytest.mark.parametrize("format", LOSSLESS)
 INTEGERS = [d for d in DTYPES if not (d.is_floating_point or d.is_complex or d == torch.bool)]
 
 
@@ -53,7 +53,8 @@ def forked_episode(rng, dtype=torch.int64, *, parents=False, turns=None):
     return pack(Steps(len(prompts), columns), unread=True)
 
 
-@few_or_many(8, 75)
+@every_format
+@few_or_many(8, 25)
 def test_forked_episodes_are_read_as_they_were(format, examples, tmp_path):
     for seed in range(examples):
         rng = random.Random(seed)
@@ -101,6 +102,7 @@ def size_of(path):
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+@every_format
 def test_files_grow_with_the_turns_and_not_with_their_square(format, tmp_path):
     short, long = (new_path(tmp_path, format, name) for name in ("short", "long"))
     save_episodes([conversation(64)] * 4, short, format=format)
@@ -108,12 +110,10 @@ def test_files_grow_with_the_turns_and_not_with_their_square(format, tmp_path):
     assert size_of(long) < 5 * size_of(short)
 
 
-def test_a_turn_that_refers_to_nothing_is_named(format, tmp_path):
-    if format != "jsonl":
-        pytest.skip("it is read by the same code in every format; these lines need no checksum")
-    path = new_path(tmp_path, format, "written")
-    save_episodes([conversation(3)], path, format=format)
-    changed = new_path(tmp_path, format, "changed")
+def test_a_turn_that_refers_to_nothing_is_named(tmp_path):
+    """It is read by the same code in every format; the lines of this one need no checksum."""
+    path, changed = tmp_path / "written.jsonl", tmp_path / "changed.jsonl"
+    save_episodes([conversation(3)], path)
     for name, value in [("back", 4), ("back", -1), ("kept", 10**6), ("kept", -1)]:
         line = json.loads(path.read_text())
         del line["crc32"]
@@ -123,14 +123,12 @@ def test_a_turn_that_refers_to_nothing_is_named(format, tmp_path):
             EpisodeDataset(changed).episode(0)
 
 
-def test_other_programs_expand_the_prompts_as_the_page_says(format, tmp_path):
-    if format != "jsonl":
-        pytest.skip("the page shows it for lists, which JSON has")
+def test_other_programs_expand_the_prompts_as_the_page_says(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "datasets.rst").read_text(encoding="utf-8")
     code = page[page.index("    def whole_prompts(") :].split("\n\n")[0]
     names: dict = {}
     exec(dedent(code), names)  # The page's own words.
-    path = new_path(tmp_path, format, "talk")
+    path = tmp_path / "talk.jsonl"
     episode = forked_episode(random.Random(2), turns=9)
     save_episodes([episode], path)
     tokens = json.loads(path.read_text())["steps"]["tokens"]

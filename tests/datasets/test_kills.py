@@ -17,7 +17,7 @@ from .numbered import check, check_numbered, numbered, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("format", ALL)]
 
-KILLS = 15
+KILLS = 8
 
 
 def write_on(path, format, mode, first, acknowledged):
@@ -81,7 +81,7 @@ def test_appended_episodes_survive(format, tmp_path):
 def test_an_overwrite_that_was_killed_leaves_what_was_there(format, tmp_path):
     path, rng = new_path(tmp_path, format, "killed"), random.Random(1)
     write(path, format, [7])
-    for _ in range(5):
+    for _ in range(3):
         killed_writer(path, format, "overwrite", 100, rng)
         check(path, [7])
     check(write(path, format, [8, 9], "overwrite"), [8, 9])

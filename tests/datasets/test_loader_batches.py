@@ -67,13 +67,8 @@ def test_workers_see_each_clip_once_an_epoch(format, tmp_path):
         return clip["step"].tolist(), clip["image"].tolist()
 
     expected = sorted(map(told, clips))  # What this process reads, the others read as well.
-    loader = DataLoader(
-        clips,
-        batch_size=3,
-        shuffle=True,
-        num_workers=2,
-        multiprocessing_context=process_context(format),
-        persistent_workers=True,
-    )
+    workers = {"num_workers": 2, "persistent_workers": True}
+    workers["multiprocessing_context"] = process_context(format)
+    loader = DataLoader(clips, batch_size=3, shuffle=True, **workers)
     for _ in range(3):
         assert sorted(told(clip) for batch in loader for clip in batch) == expected

@@ -26,7 +26,7 @@ from .every_format import LOSSLESS, new_path
 pytestmark = pytest.mark.parametrize("format", LOSSLESS)
 
 
-@few_or_many(12, 75)
+@few_or_many(12, 30)
 def test_episodes_and_metadata_are_read_as_they_were_written(format, examples, tmp_path):
     for seed in range(examples):
         episodes, metadata = random_data(seed)
@@ -62,7 +62,7 @@ def test_a_subset_of_the_keys_is_read(format, examples, tmp_path):
             assert_same(dataset.episode(i), episode.select(*chosen))
 
 
-@few_or_many(8, 25)
+@few_or_many(8, 15)
 def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
     format, examples, tmp_path
 ):
@@ -97,12 +97,9 @@ def test_what_a_buffer_held_goes_into_a_buffer_whatever_episode_comes_first(
 def test_clips_are_those_of_the_episodes(format, examples, stride, tmp_path):
     for seed in range(examples):
         rng = random.Random(seed)
-        schema = {
-            key: kind
-            for key, kind in random_schema(rng).items()
-            if kind[0] in ("dense", "next") and key != ("action",)
-        }
-        schema[("action",)] = ("dense", torch.float32, (2,))
+        kinds = random_schema(rng).items()
+        schema = {key: kind for key, kind in kinds if kind[0] in ("dense", "next")}
+        schema["action",] = ("dense", torch.float32, (2,))
         episodes = [random_episode(rng, schema, rng.randrange(1, 12)) for _ in range(4)]
         path = new_path(tmp_path, format, f"{seed}-{stride}")
         save_episodes(episodes, path, format=format)
@@ -139,11 +136,10 @@ def test_any_key_is_written_and_read_back(format, first, tmp_path):
     if format == "lance":
         keys = [key for key in keys if chr(0) not in key[-1]]
     written = {key: torch.full((2,), i) for i, key in enumerate(keys)}
-    save_episodes([written], new_path(tmp_path, format, "a"), format=format)
-    episode = EpisodeDataset(new_path(tmp_path, format, "a")).episode(0)
-    assert {key: episode[key].tolist() for key in keys} == {
-        k: v.tolist() for k, v in written.items()
-    }
+    path = new_path(tmp_path, format, "a")
+    save_episodes([written], path, format=format)
+    episode = EpisodeDataset(path).episode(0)
+    assert [episode[key].tolist() for key in keys] == [[i, i] for i in range(len(keys))]
 
 
 def test_data_sets_of_an_earlier_release_are_read_and_added_to(format, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,10 +58,11 @@ def rename_data(path: Path, format: str, name: str) -> None:
 # ---- names and links --------------------------------------------------------------------------------
 
 
+NAMES = ["../home", "ABSOLUTE", ".", "", "data-raw", "data-0123456789ab/.."]
+
+
 @pytest.mark.parametrize("format", FOLDERS)
-@pytest.mark.parametrize(
-    "name", ["../home", "ABSOLUTE", ".", "", "data-raw", "data-0123456789ab/.."]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_header_that_names_another_folder_is_refused(format, name, tmp_path):
     path, home = made(tmp_path / "sets", format), tmp_path / "sets" / "home"
     home.mkdir()
@@ -114,11 +116,10 @@ def test_links_to_the_outside_are_neither_read_nor_written_through(format, tmp_p
     before, count = tree(outside), 0
     whole = made(tmp_path, format, COUNT)
     for each in sorted(whole.rglob("*")):
-        path = tmp_path / f"linked-{count}"
-        subprocess.run(["cp", "-r", whole, path], check=True)
+        path = shutil.copytree(whole, tmp_path / f"linked-{count}")
         linked, count = path / each.relative_to(whole), count + 1
         target = outside if linked.is_dir() else outside / "x"
-        subprocess.run(["rm", "-r", linked], check=True)
+        shutil.rmtree(linked) if linked.is_dir() else linked.unlink()
         linked.symlink_to(target)
         # Lance's log of transactions is not read.
         assert read(path, format, prefix=False) != "as written" or format == "lance"
@@ -172,7 +173,7 @@ def test_hdf5_files_that_lead_elsewhere_are_refused(how, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@few_or_many(60, 750)
+@few_or_many(60, 300)
 def test_whatever_is_damaged_is_an_error_or_the_right_data(examples, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     fuzzer = Fuzzer(tmp_path, [*ALL[:3], *ALL[4:]] if examples < 100 else ALL)
@@ -238,33 +239,35 @@ from torchrl_mt.datasets import open_episodes
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 episode = lambda n: {"x": torch.full((50, 8), n)}
-with open_episodes(sys.argv[1]) as out:
-    number = 0
-    try:
-        while True:
+for path in sys.argv[1:]:
+    with open_episodes(path) as out:
+        number = 0
+        try:
+            while True:
+                out.write_episode(episode(number), {"number": number})
+                number += 1
+        except (OSError, RuntimeError):  # The second one is h5py's.
+            print(number)
+        if path == sys.argv[-1]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
             out.write_episode(episode(number), {"number": number})
-            number += 1
-    except (OSError, RuntimeError):  # The second one is h5py's.
-        print(number)
-    if sys.argv[2] == "goes on":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        out.write_episode(episode(number), {"number": number})
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limits on the sizes of files")
-@pytest.mark.parametrize("then", ["is closed", "goes on"])
 @pytest.mark.parametrize("format", ["hdf5", "jsonl"])
-def test_a_full_disk_leaves_what_was_written(format, then, tmp_path):
-    path = new_path(tmp_path, format, "a")
-    command = [sys.executable, "-c", LIMITED, str(path), then]
+def test_a_full_disk_leaves_what_was_written(format, tmp_path):
+    """A writer is closed then, or goes on when there is space again."""
+    closed, going_on = (new_path(tmp_path, format, name) for name in ("closed", "going on"))
+    command = [sys.executable, "-c", LIMITED, str(closed), str(going_on)]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
-    dataset, count = EpisodeDataset(path), int(said.stdout) + (then == "goes on")
-    assert len(dataset) == count > 3
-    assert [dataset.episode(i)["x"].unique().tolist() for i in range(count)] == [
-        [i] for i in range(count)
-    ]
-    with open_episodes(path, mode="append") as out:
-        out.write_episode({"x": torch.full((50, 8), 3)})
-    assert len(EpisodeDataset(path)) == count + 1
+    written = [int(number) for number in said.stdout.split()]
+    for path, count in ((closed, written[0]), (going_on, written[1] + 1)):
+        dataset = EpisodeDataset(path)
+        assert len(dataset) == count > 3
+        for i, episode in enumerate(dataset.episodes()):
+            assert episode["x"].unique().tolist() == [i]
+        with open_episodes(path, mode="append") as out:
+            out.write_episode({"x": torch.full((50, 8), 3)})
+        assert len(EpisodeDataset(path)) == count + 1

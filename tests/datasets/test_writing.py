@@ -179,9 +179,8 @@ def test_an_episode_that_does_not_fit_is_named_and_writes_nothing(format, tmp_pa
 
 
 def test_bad_arguments_are_named(tmp_path):
-    with pytest.raises(
-        TypeError, match="'folder' has no option 'jpeg_qualty'; it has 'jpeg_quality'"
-    ):
+    said = "'folder' has no option 'jpeg_qualty'; it has 'jpeg_quality'"
+    with pytest.raises(TypeError, match=said):
         open_episodes(tmp_path / "a", jpeg_qualty=90)
     with pytest.raises(TypeError, match="'jsonl' has no option 'crf'; it has none"):
         open_episodes(tmp_path / "a.jsonl", crf=3)
@@ -234,18 +233,17 @@ def test_a_key_filter_is_a_list_of_keys_or_a_function():
         assert set(storage.episode(0).keys(True, True)) == {"action"}
     with pytest.raises(TypeError, match="key_filter must be a list of keys"):
         episode_writer(EpisodeStorage(10), "action")
-    with pytest.raises(
-        TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on one"
-    ):
+    with pytest.raises(TypeError, match="buffer must be an EpisodeStorage or a ReplayBuffer on"):
         episode_writer(ReplayBuffer())
 
 
 @pytest.mark.parametrize("key", ["acton", ("next", "rewards")])
 def test_a_key_filter_of_keys_that_are_not_there_is_named(key):
-    storage = EpisodeStorage(10)
-    with pytest.raises(
-        KeyError, match=r"key_filter names .* which is not among the entries: 'action'"
-    ):
+    storage, said = (
+        EpisodeStorage(10),
+        "key_filter names .* which is not among the entries: 'action'",
+    )
+    with pytest.raises(KeyError, match=said):
         episode_writer(storage, ["action", key]).write_episode(episode(1))
     assert storage.num_episodes == 0
 

@@ -26,6 +26,11 @@ from torchrl_mt.objectives import ExperienceMaker, MultiTurnLoss
 from torchrl_mt.transforms import MergeTurns
 
 NAN = math.nan
+COLUMNS = [
+    *(("tokens", "full"), ("masks", "all_assistant_mask")),
+    *((name, "full") for name in ("log_probs", "versions", "rewards")),
+]
+LEARNED = [*COLUMNS, ("turns", "full"), ("sampling", "temperature")]
 
 
 def merged(turns):
@@ -71,11 +76,9 @@ def reference_rows(result):
             if result["attention_mask"][b, t] == 1:
                 sampled = bool(row) and result["loss_mask"][b, t] == 1
                 token = int(result["input_ids"][b, t])
-                if sampled:
-                    log_prob, version = result["logprobs"][b, t], result["versions"][b, t]
-                    row.append([token, True, float(log_prob), int(version), 0.0])
-                else:
-                    row.append([token, False, 0.0, -1, 0.0])
+                log_prob, version = result["logprobs"][b, t], result["versions"][b, t]
+                told = [float(log_prob), int(version)] if sampled else [0.0, -1]
+                row.append([token, sampled, *told, 0.0])
                 last = len(row) - 1 if sampled else last
             if result["rewards"].ndim == 2:
                 if last is None:
@@ -97,15 +100,8 @@ def reference_rows(result):
 
 
 def as_lists(rows):
-    keys = [
-        ("tokens", "full"),
-        ("masks", "all_assistant_mask"),
-        ("log_probs", "full"),
-        ("versions", "full"),
-        ("rewards", "full"),
-    ]
     lengths = rows["masks", "all_attention_mask"].sum(-1).tolist()
-    columns = [rows[key].tolist() for key in keys]
+    columns = [rows[key].tolist() for key in COLUMNS]
     return [
         [list(token) for token in zip(*(column[n][:length] for column in columns), strict=True)]
         for n, length in enumerate(lengths)
@@ -166,6 +162,21 @@ def one(**changes):
     return {key: value for key, value in {**result, **changes}.items() if value is not None}
 
 
+def recorded(prompt, tokens, **sampling):
+    """A turn of the engine."""
+    ones = [-1.0] * len(tokens), [0] * len(tokens)
+    completion = Completion(tokens, *ones, "length", sampling=sampling)
+    messages = [{"role": "assistant", "content": str(tokens)}]
+    return Turn(prompt, completion, messages=messages, model_seconds=2.0)
+
+
+def entered(result, *turns):
+    """An episode that recorded turns and was returned a result."""
+    episode = Episode(None, turns=list(turns))
+    enter_result(episode, result, 0)
+    return episode
+
+
 def test_the_prompts_of_a_sequence_share_its_tokens():
     """However many turns a long sequence has, its tokens are kept once."""
     first, second = read_result(one(), [], version=0)
@@ -224,56 +235,38 @@ def test_missing_columns_have_plain_values():
 
 
 def test_a_tensordict_is_read_like_a_dict():
-    episode = Episode(None)
-    enter_result(episode, TensorDict(one(), [1]), 0)
+    episode = entered(TensorDict(one(), [1]))
     assert [turn.completion.token_ids for turn in episode.turns] == [[6, 7], [9]]
     assert [turn.reward for turn in episode.turns] == [0.0, 2.0]
 
 
 def test_a_ted_tensordict_may_have_tokens_of_its_own():
-    episode = Episode(None, turns=[Turn([1], Completion([2], [-1.0], [0], "stop"))])
     result = {"next": {"reward": torch.ones(1, 1)}, "input_ids": torch.ones(1, 3)}
-    enter_result(episode, TensorDict(result, [1]), 0)
+    episode = entered(TensorDict(result, [1]), recorded([1], [2]))
     assert episode.turns[0].reward == 1.0
     assert "input_ids" in episode.entries
-
-
-def recorded(prompt, tokens, **sampling):
-    ones = [-1.0] * len(tokens), [0] * len(tokens)
-    return Turn(
-        prompt,
-        Completion(tokens, *ones, "length", sampling=sampling),
-        messages=[{"role": "assistant", "content": str(tokens)}],
-        model_seconds=2.0,
-    )
 
 
 @pytest.mark.parametrize(("others", "known"), [([0.5, 0.5], 0.5), ([0.5, 0.7], NAN), ([], 1.0)])
 def test_what_the_engine_recorded_is_kept_where_it_fits(others, known):
     calls = [recorded([5], [6, 8], temperature=t) for t in others]
-    episode = Episode(None, turns=calls)
-    enter_result(episode, one(), 0)
-    batch = episodes_to_tensordict([episode])
-    found = batch["sampling", "temperature"].tolist()
+    episode = entered(one(), *calls)
+    found = episodes_to_tensordict([episode])["sampling", "temperature"].tolist()
     assert found == pytest.approx([known, known], nan_ok=True)
-    episode = Episode(None, turns=[*calls, recorded([5], [6, 7], temperature=0.25)])
-    enter_result(episode, one(), 0)
-    first, second = episode.turns
+    first, second = entered(one(), *calls, recorded([5], [6, 7], temperature=0.25)).turns
     assert first.completion.sampling == {"temperature": 0.25}
     assert (first.completion.finish_reason, first.model_seconds) == ("length", 2.0)
     assert first.messages == [{"role": "assistant", "content": "[6, 7]"}]
     assert first.completion.log_probs == [-1.0, -2.0]  # the result's own
     assert second.messages == []
-    assert second.completion.sampling["temperature"] == pytest.approx(
-        NAN if others else 0.25, nan_ok=True
-    )
+    expected = pytest.approx(NAN if others else 0.25, nan_ok=True)
+    assert second.completion.sampling["temperature"] == expected
 
 
 def test_a_recorded_call_with_another_prompt_is_another():
-    episode = Episode(None, turns=[recorded([4], [6, 7])])
-    enter_result(episode, one(), 0)
-    assert episode.turns[0].messages == []
-    assert list(episode.turns[0].prompt_ids) == [5]
+    first = entered(one(), recorded([4], [6, 7])).turns[0]
+    assert first.messages == []
+    assert list(first.prompt_ids) == [5]
 
 
 class Returns:
@@ -311,9 +304,8 @@ def test_a_wrong_dict_is_a_failure_that_names_the_key(engine):
         collect(Returns(one(attention_mask=torch.ones(2, 5))), engine, max_consecutive_failures=1)
     with pytest.raises(RuntimeError, match="return a dict with 'input_ids'"):
         collect(Returns({"reward": 1.0}), engine, max_consecutive_failures=1)
-    episode = Episode(None, turns=[recorded([1], [2])])
     with pytest.raises(TypeError, match=r"got dict .* A workflow's dict must have 'input_ids'"):
-        enter_result(episode, {"reward": 1.0}, 0)
+        entered({"reward": 1.0}, recorded([1], [2]))
 
 
 class UntilRight:
@@ -327,10 +319,8 @@ class UntilRight:
     async def arun_episode(self, engine, data):
         tokens = self.tokenizer.encode(data["question"])
         mask, log_probs, versions = ([fill] * len(tokens) for fill in (0, 0.0, -1))
-        discount = 1.0
         for turn in range(self.max_turns):
             if turn:
-                discount *= self.turn_discount
                 tokens = tokens + self.again
                 for column, fill in ((mask, 0), (log_probs, 0.0), (versions, -1)):
                     column += [fill] * len(self.again)
@@ -342,15 +332,14 @@ class UntilRight:
             reward = self.reward_fn(answer.token_ids)
             if reward:
                 break
-        result = {
-            "input_ids": torch.tensor(tokens, dtype=torch.int32),
-            "loss_mask": torch.tensor(mask, dtype=torch.int32),
-            "logprobs": torch.tensor(log_probs, dtype=torch.float32),
-            "versions": torch.tensor(versions, dtype=torch.int32),
-            "attention_mask": torch.ones(len(tokens), dtype=torch.bool),
-            "rewards": torch.tensor(reward * discount, dtype=torch.float32),
+        return {
+            "input_ids": torch.tensor([tokens], dtype=torch.int32),
+            "loss_mask": torch.tensor([mask], dtype=torch.int32),
+            "logprobs": torch.tensor([log_probs]),
+            "versions": torch.tensor([versions], dtype=torch.int32),
+            "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
+            "rewards": torch.tensor([reward * self.turn_discount**turn]),
         }
-        return {key: value.unsqueeze(0) for key, value in result.items()}
 
 
 class UntilRightOurs(UntilRight):
@@ -359,17 +348,6 @@ class UntilRightOurs(UntilRight):
     async def arun_episode(self, engine, data):
         result = await super().arun_episode(engine, data)
         return float(result["rewards"])
-
-
-LEARNED = [
-    ("tokens", "full"),
-    ("masks", "all_assistant_mask"),
-    ("log_probs", "full"),
-    ("versions", "full"),
-    ("turns", "full"),
-    ("rewards", "full"),
-    ("sampling", "temperature"),
-]
 
 
 def rows_of(workflow, tokenizer, **kwargs):
@@ -400,8 +378,7 @@ def test_a_limit_that_the_workflow_lets_through_keeps_the_recorded_turns(tokeniz
 
 
 def test_without_log_probs_the_actor_scores_the_rows(model):
-    turns = read_result(one(logprobs=None), [], version=0)
-    rows = merged(turns)
+    rows = merged(read_result(one(logprobs=None), [], version=0))
     with pytest.raises(ValueError, match=r"no 'logprobs'.*old_log_probs='actor'"):
         ExperienceMaker(model)(rows)
     rows = ExperienceMaker(model, old_log_probs="actor")(rows)

@@ -92,8 +92,8 @@ def test_twenty_episodes_on_three_servers(servers, tokenizer):
 
 def test_faults_reject_episodes_by_cause_and_leave_nothing(servers, tokenizer, monkeypatch):
     monkeypatch.setattr("torchrl_mt.http_client._AWAY_PAUSE", 0.01)
-    monkeypatch.setattr(leases, "_LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(leases, "_FIRST_PAUSE", 0.01)
+    for pause in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
+        monkeypatch.setattr(leases, pause, 0.01)
     faults = [status(500), nothing, success(b"["), success({"reward": 0.0, "done": False})]
     for k, server in enumerate(servers):
         server.faults = [answered] * (3 + k)
@@ -115,11 +115,8 @@ def test_a_broken_server_among_several_takes_few_episodes(
     broken = servers[0]
 
     def answer(path, body):
-        return (
-            (500, {"detail": "broken"})
-            if path == broken_at
-            else FakeWorker.answer(broken, path, body)
-        )
+        failure = (500, {"detail": "broken"})
+        return failure if path == broken_at else FakeWorker.answer(broken, path, body)
 
     monkeypatch.setattr(broken, "answer", answer)
     _, stats = collect(servers, tokenizer, 12)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +33,11 @@ def reply(row):
     return [5, END]
 
 
+def prompt_of(batch, row=0):
+    """The tokens of a prompt without its padding."""
+    return batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
+
+
 @pytest.fixture(autouse=True)
 def stable_template(monkeypatch):
     """The tiny template never rewrites what was said; to find that out takes longer than a test."""
@@ -54,6 +61,14 @@ def make(tokenizer):
         loader.close()
 
 
+@pytest.fixture
+def event():
+    """What hanging environments wait for; ask for it after ``make``, since it is set before closing."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 @pytest.fixture(params=["text", "plain"])
 def kind(request):
     """Options of an environment of either form, for some number of slots, with scripts of rewards."""
@@ -74,25 +89,18 @@ def kind(request):
 def test_a_batch_has_the_prompts_of_different_slots_padded_on_the_left(make, tokenizer):
     loader = make(batch_size=3, num_envs=4)
     batch = next(loader)
-    assert set(batch) == {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "worker_id",
-        "meta_info",
-        "raw_prompt_ids",
-    }
-    for name in ("input_ids", "attention_mask", "position_ids"):
+    padded = ("input_ids", "attention_mask", "position_ids")
+    assert set(batch) == {*padded, "worker_id", "meta_info", "raw_prompt_ids"}
+    for name in padded:
         assert batch[name].dtype is torch.int64
         assert batch[name].shape == (3, 64)
     opening = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1"}], add_generation_prompt=True, return_dict=False
     )
     mask = batch["attention_mask"]
-    assert mask.sum(1).tolist() == [len(opening)] * 3
-    for row, shown in zip(batch["input_ids"], mask, strict=True):
-        assert row[shown.bool()].tolist() == opening
-        assert row[-len(opening) :].tolist() == opening
+    for row in range(3):
+        assert prompt_of(batch, row) == opening
+        assert batch["input_ids"][row, -len(opening) :].tolist() == opening
     assert batch["raw_prompt_ids"].tolist() == [opening] * 3
     assert torch.equal(batch["position_ids"], (mask.cumsum(1) - 1).clamp(min=0) * mask)
     assert batch["worker_id"].dtype == np.int64
@@ -159,10 +167,8 @@ def test_stored_are_the_tokens_that_were_given(tokenizer, data):
             for row in data.draw(st.permutations(range(rows))):
                 one = {key: value[row : row + 1] for key, value in made.items()}
                 info = one["meta_info"][0]
-                shown = batch["attention_mask"][row].bool()
-                prompt = batch["input_ids"][row][shown].tolist()
-                ids = drawn[row]
-                told[info["uid"], info["turn"]] = prompt, ids, log_probs[row, : len(ids)].tolist()
+                ids, scores = drawn[row], log_probs[row, : len(drawn[row])].tolist()
+                told[info["uid"], info["turn"]] = prompt_of(batch, row), ids, scores
                 loader.async_step({**one, "log_probs": log_probs[row : row + 1]})
         stored = {}
         for episode in loader.storage.episodes():
@@ -226,9 +232,9 @@ def test_a_sample_has_different_steps_with_the_rows_of_padded_loops(make, tokeni
     prompts = steps.get(("tokens", "prompt"), as_list=True)
     for row in range(7):
         ids = [*prompts[row].tolist(), 5, 6, END]
-        shown = steps["attention_mask"][row].bool()
-        assert steps["input_ids"][row][shown].tolist() == ids
-        assert steps["input_ids"][row][~shown].unique().tolist() == [tokenizer.pad_token_id]
+        hidden = ~steps["attention_mask"][row].bool()
+        assert prompt_of(steps, row) == ids
+        assert steps["input_ids"][row][hidden].unique().tolist() == [tokenizer.pad_token_id]
         assert steps["input_ids"][row, 61:67].tolist() == [*prompts[row][-3:].tolist(), 5, 6, END]
         assert steps["responses"][row].tolist() == [5, 6, END, 0, 0, 0, 0, 0]
         assert steps["meta_info"][row]["uid"] == keys[row][0]
@@ -286,17 +292,7 @@ def test_a_loop_of_cua_bench_runs_as_its_documentation_shows_it(tokenizer):
         max_response_length=256,
     )
     for batch in dataloader:
-        responses = torch.full((4, 256), 0)
-        responses[:, :2] = torch.tensor([5, END])
-        response_mask = (torch.arange(256) < 2).long().expand(4, -1)
-        batch_return = {
-            "prompts": batch["input_ids"],
-            "responses": responses,
-            "attention_mask": torch.cat([batch["attention_mask"], response_mask], dim=1),
-            "worker_id": batch["worker_id"],
-            "meta_info": batch["meta_info"],
-        }
-        dataloader.async_step(batch_return)
+        dataloader.async_step(answers(batch, reply, width=256))
         if len(dataloader.replay) >= 32:
             break
     replay_batch = dataloader.sample_from_buffer(batch_size=32)
@@ -326,7 +322,7 @@ def test_plain_prompts_are_the_observations_without_a_template(make, tokenizer):
     texts = []
     for _ in range(3):
         batch = next(loader)
-        texts.append(tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()]))
+        texts.append(tokenizer.decode(prompt_of(batch)))
         loader.async_step(answers(batch, lambda row: [5, 6, END]))
     wait_until(lambda: len(heard) == 3)
     assert texts == ["1", "1 1", "1 1 2"]
@@ -386,7 +382,7 @@ def test_a_long_prompt_loses_its_oldest_turns_but_never_the_opening(make):
     lengths = []
     for _ in range(10):
         batch = next(loader)
-        prompt = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
+        prompt = prompt_of(batch)
         opening = opening or prompt[:-1]
         assert prompt[: len(opening)] == opening
         lengths.append(len(prompt))
@@ -408,18 +404,14 @@ class Wide:
         return 1.0
 
 
-WORDS = [{"words": 90}, {"words": 3}]
+TALKS = {"env": Talks(), "task_configs": [{"words": 90}, {"words": 3}]}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"env": Talks(), "task_configs": WORDS},
-        {
-            "env": Talks(),
-            "task_configs": WORDS,
-            "options": CollectorOptions(chat=ChatOptions(on_break="append")),
-        },
+        TALKS,
+        {**TALKS, "options": CollectorOptions(chat=ChatOptions(on_break="append"))},
         {"env_class": Long, "env_configs": [{}]},
         {"env": Wide(), "task_configs": [{"length": 65}, {"length": 64}]},
     ],
@@ -564,19 +556,14 @@ class Dies(Plain):
             self.config["event"].wait(PATIENCE)
 
 
-def test_dead_and_hanging_environments_do_not_delay_the_others(make):
-    event = threading.Event()
-    fates = ({"dies": "init"}, {"dies": "step"}, {"hangs": "reset", "event": event}, {}, {})
-    configs = [dict(fate) for fate in fates]
+def test_dead_and_hanging_environments_do_not_delay_the_others(make, event):
+    configs = [{"dies": "init"}, {"dies": "step"}, {"hangs": "reset", "event": event}, {}, {}]
     loader = make(env_class=Dies, env_configs=configs, batch_size=2)
-    try:
-        play(loader, reply, lambda: len(loader.storage) >= 30)
-        stats = loader.stats()
-        assert stats["rejected/ConnectionError"] >= 2
-        assert stats["waiting/longest"] > 0
-        assert set(loader.storage[:]["worker_id"].tolist()) == {3, 4}
-    finally:
-        event.set()
+    play(loader, reply, lambda: len(loader.storage) >= 30)
+    stats = loader.stats()
+    assert stats["rejected/ConnectionError"] >= 2
+    assert stats["waiting/longest"] > 0
+    assert set(loader.storage[:]["worker_id"].tolist()) == {3, 4}
 
 
 class Broken(Scripted):
@@ -600,33 +587,25 @@ class Broken(Scripted):
         return super().step(response)
 
 
-@pytest.mark.parametrize("fails_in", ["reset", "step"])
-def test_a_dead_environment_uses_up_no_items(make, monkeypatch, fails_in):
+@pytest.mark.parametrize(
+    ("fails_in", "items", "group_size"), [("reset", 20, 1), ("step", 20, 1), ("reset", 4, 2)]
+)
+def test_a_dead_environment_uses_up_no_items_and_no_groups_that_are_refilled(
+    make, monkeypatch, fails_in, items, group_size
+):
     monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.02)
     loader = make(
         env_class=Broken,
         env_configs=[{"fails_in": fails_in}, {}],
-        task_configs=[{"item": k} for k in range(20)],
-        options=ONCE,
+        task_configs=[{"item": k} for k in range(items)],
+        options=ONCE if group_size == 1 else replace(ONCE, incomplete_groups="refill"),
+        group_size=group_size,
     )
     play(loader, reply, lambda: False)
     stored = Counter(data["item"] for data in loader.storage[:]["data"])
-    assert stored == dict.fromkeys(range(20), 3)
+    assert stored == dict.fromkeys(range(items), 3 * group_size)
     assert loader.stats()["rejected/OSError"] >= 1
     assert not loader._slots._failed_items
-
-
-def test_a_dead_environment_uses_up_no_groups_that_are_refilled(make, monkeypatch):
-    monkeypatch.setattr(slots, "_LONGEST_PAUSE", 0.02)
-    loader = make(
-        env_class=Broken,
-        env_configs=[{"fails_in": "reset"}, {}],
-        task_configs=[{"item": k} for k in range(4)],
-        options=CollectorOptions(cycle=False, incomplete_groups="refill"),
-        group_size=2,
-    )
-    play(loader, reply, lambda: False)
-    assert Counter(data["item"] for data in loader.storage[:]["data"]) == dict.fromkeys(range(4), 6)
 
 
 def test_a_slot_that_fails_thousands_of_times_is_still_tried():
@@ -642,9 +621,7 @@ def test_an_item_that_fails_in_all_environments_is_dropped(make, monkeypatch):
     items = [{"item": k, "bad": k % 3 == 0} for k in range(12)]
     loader = make(Broken(), task_configs=items, options=ONCE, num_envs=3)
     play(loader, reply, lambda: False)
-    assert {data["item"] for data in loader.storage[:]["data"]} == {
-        item["item"] for item in items if not item["bad"]
-    }
+    assert {data["item"] for data in loader.storage[:]["data"]} == {*range(12)} - {0, 3, 6, 9}
     assert loader.stats()["accepted"] == 8
     assert loader.stats()["rejected/OSError"] >= 12
 
@@ -670,28 +647,20 @@ def test_an_environment_is_made_anew_after_a_failure(make):
     wait_until(lambda: config.get("closed"))
 
 
+HALF_DEAD = {"env_class": Dies, "env_configs": [{"dies": "reset"}, {}], "batch_size": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            (
-                {"env_class": Dies, "env_configs": [{"dies": where}] * 2},
-                "ConnectionError: the worker",
-            )
-            for where in ("init", "reset")
-        ),
+        ({"env_class": Dies, "env_configs": [{"dies": "init"}] * 2}, "ConnectionError: the worker"),
+        ({"env_class": Dies, "env_configs": [{"dies": "reset"}] * 2}, "ConnectionError: the wor"),
         ({"env": Broken("reset"), "num_envs": 3, "batch_size": 2}, "gone"),
         (
             {"env": Broken("reset"), "task_configs": [{}] * 3, "options": ONCE},
             r"all \d+ episodes were rejected, .* OSError: gone",
         ),
-        (
-            {
-                **{"env_class": Dies, "env_configs": [{"dies": "reset"}, {}], "batch_size": 2},
-                "max_consecutive_failures": 3,
-            },
-            "3 episodes in a row were rejected",
-        ),
+        ({**HALF_DEAD, "max_consecutive_failures": 3}, "3 episodes in a row were rejected"),
     ],
 )
 def test_without_any_environment_the_next_batch_raises_the_cause(
@@ -795,21 +764,17 @@ def test_prompts_that_a_time_limit_ends_may_stay_unanswered(make, warned, monkey
     assert jumped() is None
 
 
-def test_environments_that_do_not_begin_are_told_of(make, warned):
-    event = threading.Event()
+def test_environments_that_do_not_begin_are_told_of(make, warned, event):
     configs = [{}, {}, {"hangs": "reset", "event": event}, {"hangs": "reset", "event": event}]
     loader = make(env_class=Dies, env_configs=configs, batch_size=4)
-    try:
-        wait_until(lambda: loader.stats()["prompts/waiting"] == 2)
-        batch = in_thread(lambda: next(loader))
-        warned("only 2 of num_envs=4 environments have begun their episode")
-    finally:
-        event.set()
+    wait_until(lambda: loader.stats()["prompts/waiting"] == 2)
+    batch = in_thread(lambda: next(loader))
+    warned("only 2 of num_envs=4 environments have begun their episode")
+    event.set()
     assert len(batch()["worker_id"]) == 4
 
 
-def test_a_hanging_environment_does_not_keep_a_loader_from_closing(make):
-    event = threading.Event()
+def test_a_hanging_environment_does_not_keep_a_loader_from_closing(make, event):
     configs = [{"hangs": "reset", "event": event}, {}]
     loader = make(env_class=Dies, env_configs=configs)
     next(loader)
@@ -817,12 +782,10 @@ def test_a_hanging_environment_does_not_keep_a_loader_from_closing(make):
     stats = loader.stats()
     assert stats["running"] == 0
     assert stats["started"] == stats["rejected/cancelled"]
-    event.set()
 
 
-def test_a_hanging_step_is_ended_by_a_time_limit(make, monkeypatch):
+def test_a_hanging_step_is_ended_by_a_time_limit(make, event, monkeypatch):
     monkeypatch.setattr("asyncio.new_event_loop", Loop)
-    event = threading.Event()
     configs = [{"hangs": "step", "event": event}]
     loader = make(env_class=Dies, env_configs=configs, limits=Limits(tool_timeout=LIMIT))
     loader.async_step(answers(next(loader), reply))
@@ -831,7 +794,6 @@ def test_a_hanging_step_is_ended_by_a_time_limit(make, monkeypatch):
     loader._collector._thread.loop.jump(2 * LIMIT)
     wait_until(lambda: loader.stats().get("rejected/tool_timeout"))
     play(loader, reply, lambda: len(loader.storage) >= 3)
-    event.set()
 
 
 # Many, and other forms of environments
@@ -843,13 +805,7 @@ def test_sixty_four_environments_in_threads_each_play_their_own_episodes(make):
 
     heard = []
     items = [{}] * 128
-    loader = make(
-        Threaded(heard),
-        task_configs=items,
-        options=ONCE,
-        batch_size=32,
-        num_envs=64,
-    )
+    loader = make(Threaded(heard), task_configs=items, options=ONCE, batch_size=32, num_envs=64)
     rng = random.Random(0)
     given = play(loader, lambda row: [rng.randrange(4, 8), END], lambda: False)
     assert given == len(heard) == len(loader.storage) == 3 * 128
@@ -858,8 +814,6 @@ def test_sixty_four_environments_in_threads_each_play_their_own_episodes(make):
 
 
 def test_a_workflow_may_ask_several_prompts_at_once(make):
-    import asyncio
-
     class Both:
         async def arun_episode(self, engine, data):
             one, two = await asyncio.gather(
@@ -878,8 +832,6 @@ def test_a_workflow_may_ask_several_prompts_at_once(make):
 
 
 def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
-    import asyncio
-
     class Asks:
         async def run(self, data, *, base_url, api_key, http_client):
             async def ask(word):
@@ -891,11 +843,7 @@ def test_calls_of_an_agent_wait_in_the_slot_of_their_episode(make, tokenizer):
             others = await asyncio.gather(ask("2"), ask("3"))
             return float([first, *others] == ["2"] * 3)
 
-    options = {
-        "task_configs": [{}] * 6,
-        "options": ONCE,
-        "max_response_length": 20,
-    }
+    options = {"task_configs": [{}] * 6, "options": ONCE, "max_response_length": 20}
     loader = make(Asks(), batch_size=2, num_envs=3, **options)
     two = tokenizer.convert_tokens_to_ids("2")
     slots_of = {}
@@ -994,43 +942,29 @@ def test_the_pages_loop_runs_as_it_stands():
 # Arguments
 
 
+OF_CLASS = {"env": None, "env_class": Plain, "env_configs": [{}], "batch_size": 1}
+UNKNOWN = {**OF_CLASS, "env_class": Scripted, "env_configs": [{}, {"turns": 3}]}
+NO_DICTS = {**OF_CLASS, "env_configs": [3], "task_configs": [1]}
+OWN_LENGTH = CollectorOptions(chat=ChatOptions(max_prompt_tokens=3))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"batch_size": 3, "num_envs": 2}, ValueError, "batch_size must be at most num_envs=2"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"env": None}, ValueError, "env or env_class must be given"),
-        ({"env_class": Plain, "env_configs": [{}]}, ValueError, "one of the two, got both"),
-        ({"env": None, "env_class": Plain}, ValueError, "must be given together"),
+        ({**OF_CLASS, "env": Scripted()}, ValueError, "one of the two, got both"),
+        ({**OF_CLASS, "env_configs": None}, ValueError, "must be given together"),
+        ({**OF_CLASS, "num_envs": 2}, ValueError, "num_envs must be the number of env_configs, 1"),
+        ({**OF_CLASS, "env_class": int}, TypeError, "reset and step"),
+        ({**OF_CLASS, "env_class": 3}, TypeError, "env_class must be a class"),
         (
-            {"env": None, "env_class": Plain, "env_configs": [{}], "num_envs": 2},
-            ValueError,
-            "num_envs must be the number of env_configs, 1",
-        ),
-        ({"env": None, "env_class": int, "env_configs": [{}]}, TypeError, "reset and step"),
-        (
-            {"env": None, "env_class": 3, "env_configs": [{}]},
-            TypeError,
-            "env_class must be a class",
-        ),
-        (
-            {
-                "env": None,
-                "env_class": Scripted,
-                "env_configs": [{}, {"turns": 3}],
-                "batch_size": 1,
-            },
+            UNKNOWN,
             TypeError,
             r"env_configs\[1\] must be the keyword arguments of Scripted.*'turns'",
         ),
-        (
-            {
-                **{"env": None, "env_class": Plain, "env_configs": [3]},
-                **{"task_configs": [1], "batch_size": 1},
-            },
-            TypeError,
-            "env_configs must be dicts",
-        ),
+        (NO_DICTS, TypeError, "env_configs must be dicts"),
         ({"tokenizer": None}, TypeError, "tokenizer must be that of the policy, got None"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be .* got 'gpt2': .*from_pretrained"),
         ({"tokenizer": Scripted}, TypeError, r"tokenizer must be .* got <class .*\(env, tokenizer"),
@@ -1043,11 +977,7 @@ def test_the_pages_loop_runs_as_it_stands():
         ({"max_response_length": -1}, ValueError, "max_response_length"),
         ({"balance_thres": float("nan")}, ValueError, "balance_thres"),
         ({"max_concurrency": 3}, TypeError, "max_concurrency itself"),
-        (
-            {"options": CollectorOptions(chat=ChatOptions(max_prompt_tokens=3))},
-            ValueError,
-            "max_prompt_length",
-        ),
+        ({"options": OWN_LENGTH}, ValueError, "max_prompt_length"),
         ({"limits": Limits(max_response_tokens=3)}, ValueError, "max_response_length"),
         ({"no_such": 3}, TypeError, "no_such"),
     ],

@@ -43,6 +43,13 @@ class Worker:
         return {"obs": self.obs, "reward": 1.0, "done": self.turn == 3}, {"uid": "0"}
 
 
+def loader_of(own, env=None, **options):
+    """A loader with a processor and its tokenizer, unless others are given."""
+    lengths = {"max_prompt_length": 200, "max_response_length": 4}
+    of_model = {"processor": own, "tokenizer": own.tokenizer}
+    return MultiTurnDataLoader(env, **{"batch_size": 1, **of_model, **lengths, **options})
+
+
 def answered(batch, tokenizer, text="go <end>"):
     return answers(batch, lambda row: tokenizer(text)["input_ids"])
 
@@ -67,7 +74,8 @@ def check_row(model, ids, mask, positions, data, inputs):
     assert torch.equal(positions[:, mask.bool()], wanted[:, 0])
 
 
-def check_batch(model, batch):
+def check_rows(model, batch):
+    """The same of all rows of a batch, or of a sample."""
     for row in range(len(batch["worker_id"])):
         check_row(
             model,
@@ -81,12 +89,10 @@ def play(loader, model, steps):
     """Answer until ``steps`` are stored; return the prompts in order."""
     seen = []
     for batch in loader:
-        check_batch(model, batch)
+        check_rows(model, batch)
         for row, ids in enumerate(batch["input_ids"]):
-            raw = batch["raw_prompt_ids"][row]
-            assert raw.count(model[1].image_token_id) == len(
-                batch["multi_modal_data"][row]["image"]
-            )
+            images = batch["multi_modal_data"][row]["image"]
+            assert batch["raw_prompt_ids"][row].count(model[1].image_token_id) == len(images)
             seen.append(ids[batch["attention_mask"][row].bool()].tolist())
         loader.async_step(answered(batch, model[1].tokenizer))
         if len(loader.storage) >= steps:
@@ -96,18 +102,8 @@ def play(loader, model, steps):
 
 def test_observations_with_images(model):
     processor = model[1]
-    configs = [{"n": 0}, {"n": 1}]
-    with MultiTurnDataLoader(
-        None,
-        processor.tokenizer,
-        processor=processor,
-        env_class=Worker,
-        env_configs=configs,
-        batch_size=2,
-        max_prompt_length=200,
-        max_response_length=4,
-        is_multi_modal=True,
-    ) as loader:
+    of_class = {"env_class": Worker, "env_configs": [{"n": 0}, {"n": 1}], "is_multi_modal": True}
+    with loader_of(processor, batch_size=2, **of_class) as loader:
         seen = play(loader, model, 6)
         steps = loader.sample_from_buffer(6)
     images = [picture(0), picture(1)]
@@ -116,13 +112,8 @@ def test_observations_with_images(model):
     text = f"what is in this picture ? {mark} go {mark}"
     whole = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
     assert whole in seen
+    check_rows(model, steps)
     for row in range(6):
-        check_row(
-            model,
-            *(steps[name][row] for name in ("input_ids", "attention_mask", "position_ids")),
-            steps["multi_modal_data"][row],
-            steps["multi_modal_inputs"][row],
-        )
         shown = steps["multi_modal_data"][row]["image"]
         tokens = VisionProcessor.of(processor)
         count = sum(len(tokens.inputs(StoredImage.of(each)).token_ids) for each in shown)
@@ -132,15 +123,7 @@ def test_observations_with_images(model):
 
 def test_messages_with_images(model):
     processor = model[1]
-    with MultiTurnDataLoader(
-        Screens(3),
-        processor.tokenizer,
-        task_configs=[{"first": 1}],
-        processor=processor,
-        batch_size=1,
-        max_prompt_length=200,
-        max_response_length=4,
-    ) as loader:
+    with loader_of(processor, Screens(3), task_configs=[{"first": 1}]) as loader:
         batch = next(loader)
         barred = answered(batch, processor.tokenizer, processor.image_token)
         with pytest.raises(ValueError, match="stand for images"):
@@ -158,11 +141,9 @@ def test_messages_with_images(model):
 def test_the_switch_for_images(model):
     processor = model[1]
     with pytest.raises(ValueError, match="processor must be that of the model"):
-        MultiTurnDataLoader(Screens(), processor.tokenizer, is_multi_modal=True)
+        loader_of(processor, Screens(), processor=None, is_multi_modal=True)
     _, other = tiny_vl_model("qwen2_vl", "quite other words")
     with pytest.raises(ValueError, match="tokenizer and processor must belong together"):
-        MultiTurnDataLoader(Screens(), other.tokenizer, processor=processor)
-    with MultiTurnDataLoader(
-        Screens(), processor.tokenizer, processor=processor, is_multi_modal=False, batch_size=1
-    ) as loader:
+        loader_of(processor, Screens(), tokenizer=other.tokenizer)
+    with loader_of(processor, Screens(), is_multi_modal=False) as loader:
         assert loader._vision is None

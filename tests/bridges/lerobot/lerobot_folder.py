@@ -76,7 +76,8 @@ def write_folder(root, lengths, *, files=(0, 0, 1), features=None, one_row_group
     features = features or FEATURES
     width = features.get("observation.state", {"shape": [3]})["shape"][0]
     episodes = random_frames(lengths, seed, width)
-    stored = [name for name in features if features[name]["dtype"] != "video"]
+    videos = [name for name in features if features[name]["dtype"] == "video"]
+    stored = [name for name in features if name not in videos]
     rows = []
     for number in sorted(set(files)):
         mine = [i for i in range(len(lengths)) if files[i] == number]
@@ -100,22 +101,18 @@ def write_folder(root, lengths, *, files=(0, 0, 1), features=None, one_row_group
                 "stats/action/mean": [0.0, 0.0],
                 "meta/episodes/chunk_index": 0,
             }
-            for name in features:
-                if features[name]["dtype"] == "video":
-                    row |= {
-                        f"videos/{name}/chunk_index": 0,
-                        f"videos/{name}/file_index": number,
-                        f"videos/{name}/from_timestamp": at,
-                        f"videos/{name}/to_timestamp": at + lengths[i] / FPS,
-                    }
+            for name in videos:
+                row |= {
+                    f"videos/{name}/chunk_index": 0,
+                    f"videos/{name}/file_index": number,
+                    f"videos/{name}/from_timestamp": at,
+                    f"videos/{name}/to_timestamp": at + lengths[i] / FPS,
+                }
             at += lengths[i] / FPS
             rows.append(row)
-        for name in features:
-            if features[name]["dtype"] == "video":
-                _write_video(
-                    root / "videos" / name / "chunk-000" / f"file-{number:03d}.mp4",
-                    np.concatenate([episodes[i][name] for i in mine]),
-                )
+        for name in videos:
+            file = root / "videos" / name / "chunk-000" / f"file-{number:03d}.mp4"
+            _write_video(file, np.concatenate([episodes[i][name] for i in mine]))
     meta = root / "meta"
     (meta / "episodes" / "chunk-000").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), meta / "episodes" / "chunk-000" / "file-000.parquet")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.bridges.lerobot.lerobot_folder import FEATURES, TASKS, random_frames, write_folder
+from tests.bridges.lerobot.lerobot_folder import FEATURES, TASKS, write_folder
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, load_episodes
 
@@ -123,9 +123,8 @@ def test_it_equals_what_torchrl_reads(folder, tmp_path, monkeypatch):
     theirs = lerobot.lerobot_columns_to_tensordict(columns)
     ours = torch.cat(list(EpisodeDataset(tmp_path / "a").episodes()))
     for key in KEYS:
-        assert torch.equal(theirs[key].reshape(ours[key].shape), ours[key].to(theirs[key].dtype)), (
-            key
-        )
+        their = theirs[key]
+        assert torch.equal(their.reshape(ours[key].shape), ours[key].to(their.dtype)), key
     tasks = [task for each in range(3) for task in [TASKS[each % 2]] * LENGTHS[each]]
     assert theirs.get("language_instruction").tolist() == tasks
 
@@ -152,26 +151,28 @@ def test_loading_needs_the_memory_of_some_episodes_only(tmp_path):
 def test_other_layouts_and_damage_are_named(tmp_path):
     write_folder(tmp_path, LENGTHS, features=PLAIN)
     file = tmp_path / "meta" / "info.json"
-    info = json.loads(file.read_text())
-    file.write_text(json.dumps(info | {"codebase_version": "v2.1"}))
-    with pytest.raises(DatasetError, match=r"layout v2\.1, expected v3\.0: convert"):
-        EpisodeDataset(tmp_path)
-    file.write_text(json.dumps({"codebase_version": "v3.0"}))
-    with pytest.raises(DatasetError, match=r"info\.json is no description of LeRobot: KeyError"):
-        EpisodeDataset(tmp_path)
-    file.write_text(json.dumps(info))
     [episodes] = (tmp_path / "meta" / "episodes").rglob("*.parquet")
-    whole = episodes.read_bytes()
+    info, table, whole = (
+        json.loads(file.read_text()),
+        pq.read_table(episodes),
+        episodes.read_bytes(),
+    )
+
+    def refused(match):
+        with pytest.raises(DatasetError, match=match):
+            EpisodeDataset(tmp_path)
+
+    file.write_text(json.dumps(info | {"codebase_version": "v2.1"}))
+    refused(r"layout v2\.1, expected v3\.0: convert")
+    file.write_text(json.dumps({"codebase_version": "v3.0"}))
+    refused(r"info\.json is no description of LeRobot: KeyError")
+    file.write_text(json.dumps(info))
     episodes.write_bytes(whole[:200])
-    with pytest.raises(DatasetError, match=r"file-000\.parquet cannot be read"):
-        EpisodeDataset(tmp_path)
-    episodes.write_bytes(whole)
-    pq.write_table(pq.read_table(episodes).drop("length"), episodes)
-    with pytest.raises(DatasetError, match=r"episodes: .*length"):
-        EpisodeDataset(tmp_path)
+    refused(r"file-000\.parquet cannot be read")
+    pq.write_table(table.drop("length"), episodes)
+    refused(r"episodes: .*length")
     episodes.unlink()
-    with pytest.raises(DatasetError, match="has no Parquet files"):
-        EpisodeDataset(tmp_path)
+    refused("has no Parquet files")
 
 
 def test_a_damaged_file_loses_only_its_episodes(tmp_path):
@@ -199,9 +200,8 @@ def test_a_video_that_is_too_short_is_named(tmp_path):
     (tmp_path / name).write_bytes((other / name).read_bytes())
     dataset = EpisodeDataset(tmp_path)
     assert len(dataset.episode(0)) == 4
-    with pytest.raises(
-        DatasetError, match=r"episode 1 of .*file-000\.mp4 has no frame at 0\.600 s"
-    ):
+    said = r"episode 1 of .*file-000\.mp4 has no frame at 0\.600 s"
+    with pytest.raises(DatasetError, match=said):
         dataset.episode(1)
 
 
@@ -218,16 +218,11 @@ def test_a_missing_library_is_named(folder, monkeypatch):
 
 
 def test_a_name_that_is_also_the_beginning_of_others_is_not_split(tmp_path):
-    features = {
-        "action": PLAIN["action"],
-        "action.left": PLAIN["next.reward"],
-        "index": PLAIN["index"],
-    }
-    frames = random_frames(LENGTHS)
-    info = {"fps": 10, "codebase_version": "v3.0", "features": features}
-    write_folder(tmp_path, LENGTHS, features={"action": PLAIN["action"], "index": PLAIN["index"]})
+    features = {name: PLAIN[name] for name in ("action", "index")}
+    frames = write_folder(tmp_path, LENGTHS, features=features)
     file = tmp_path / "meta" / "info.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | info))
+    named = {"features": {**features, "action.left": PLAIN["next.reward"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
     dataset = EpisodeDataset(tmp_path, ["action"])
     assert torch.equal(dataset.episode(0)["action"], torch.from_numpy(frames[0]["action"]))
     assert "action.left" in EpisodeDataset(tmp_path).keys

@@ -8,16 +8,8 @@ from torchrl_mt.bridges.lightrft import Experience
 from torchrl_mt.objectives import ExperienceMaker, Passes
 
 FIELDS = [
-    "sequences",
-    "action_log_probs",
-    "base_action_log_probs",
-    "values",
-    "returns",
-    "advantages",
-    "attention_mask",
-    "action_mask",
-    "kl",
-    "action_entropy",
+    *("sequences", "attention_mask", "action_mask", "action_log_probs", "base_action_log_probs"),
+    *("values", "returns", "advantages", "kl", "action_entropy"),
 ]
 
 
@@ -28,10 +20,8 @@ class Critic(torch.nn.Module):
 
 @pytest.fixture
 def completed(model, other_model, rows):
-    maker = ExperienceMaker(
-        model, ref=other_model, critic=Critic(), passes=Passes(with_entropy=True)
-    )
-    batch = maker(rows())
+    passes = Passes(with_entropy=True)
+    batch = ExperienceMaker(model, ref=other_model, critic=Critic(), passes=passes)(rows())
     batch["label"] = ["maths", "chat"] * 3
     batch["deep"] = TensorDict({"er": torch.randn(6, 2)}, [6])
     return batch
@@ -39,9 +29,7 @@ def completed(model, other_model, rows):
 
 def leaves(experience):
     yield from ((name, getattr(experience, name)) for name in FIELDS)
-    yield from experience.info.items(
-        True, True, is_leaf=lambda kind: issubclass(kind, torch.Tensor)
-    )
+    yield from experience.info.items(True, True, lambda kind: issubclass(kind, torch.Tensor))
 
 
 def test_rows_go_in_and_come_out(completed):
@@ -106,14 +94,9 @@ def test_a_dtype_is_for_floating_fields_alone(completed, how):
             assert torch.equal(value, before), name
         assert before.dtype in (torch.float32, torch.int64, torch.bool)
     assert dict(leaves(experience.to(dtype=torch.float64)))["kl"].dtype is torch.float64
-    for name, dtype in {
-        "half": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float": torch.float32,
-        "double": torch.float64,
-    }.items():
+    for name in ("half", "bfloat16", "float", "double"):
         cast = getattr(experience, name)()
-        assert (cast.kl.dtype, cast.sequences.dtype) == (dtype, torch.int64)
+        assert (cast.kl.dtype, cast.sequences.dtype) == (getattr(torch, name), torch.int64)
         assert torch.equal(cast.info["group"], completed["group"])
     assert experience.lock_().to(torch.float64).is_locked
     with pytest.raises(TypeError, match=r"dtype must be a floating one, got torch.int32"):

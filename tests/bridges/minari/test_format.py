@@ -115,9 +115,8 @@ def expected_of(episode):
     """The entries of an episode, from what Minari returns."""
     entries = columns(episode.actions, ("action",))
     infos = dict(episode.infos or {})
-    if infos and not isinstance(
-        infos["inner"], dict
-    ):  # Minari does not decode nested ones of Arrow.
+    # Minari does not decode nested ones of Arrow.
+    if infos and not isinstance(infos["inner"], dict):
         infos["inner"] = {"count": np.concatenate([each["count"] for each in infos["inner"]])}
     with_reset = columns(episode.observations, ("observation",)) | columns(infos, ("info",))
     for path, values in with_reset.items():
@@ -137,9 +136,8 @@ def assert_equals_minari(path, view):
     about = view.storage.get_episode_metadata(range(len(dataset)))
     for i, (episode, metadata) in enumerate(zip(view.iterate_episodes(), about, strict=True)):
         got, expected = dataset.episode(i), expected_of(episode)
-        assert {
-            key if isinstance(key, tuple) else (key,) for key in dataset.keys
-        } == expected.keys()
+        keys = {key if isinstance(key, tuple) else (key,) for key in dataset.keys}
+        assert keys == expected.keys()
         for path, values in expected.items():
             found = got[unravel_key(path)]
             if not isinstance(found, torch.Tensor):
@@ -167,9 +165,8 @@ def test_it_equals_what_minari_reads(minari, layout, tmp_path):
 @every_layout
 def test_plain_spaces_and_images(minari, layout, tmp_path):
     act = gym.spaces.Box(-1, 1, (2, 2), np.float64)
-    assert_equals_minari(
-        tmp_path / "plain-v0", make(minari, layout, obs=BOX, act=act, infos=False, name="plain")
-    )
+    view = make(minari, layout, obs=BOX, act=act, infos=False, name="plain")
+    assert_equals_minari(tmp_path / "plain-v0", view)
     for jpeg in (True, False):
         name = f"image{jpeg:d}"
         view = make(minari, layout, obs=IMAGE, act=act, name=name, jpeg_encoding=jpeg)
@@ -240,9 +237,7 @@ def test_infos_that_came_with_steps_alone(minari, tmp_path):
             file[f"episode_{i}/infos/late"] = np.arange(T)
             file[f"episode_{i}/infos/odd"] = np.arange(T + 7)
     dataset = EpisodeDataset(tmp_path / "demo-v0")
-    assert ("next", "info", "late") in dataset.keys
-    assert not any("odd" in key for key in dataset.keys)
-    assert ("info", "late") not in dataset.keys
+    assert [key for key in dataset.keys if "info" in key] == [("next", "info", "late")]
     assert dataset.episode(0)["next", "info", "late"].tolist() == [0, 1, 2]
 
 
@@ -298,11 +293,9 @@ def test_foreign_and_broken_folders_are_refused(minari, tmp_path):
     (data / "metadata.json").unlink()
     with pytest.raises(DatasetError, match=r"Minari before 0\.5"):
         EpisodeDataset(tmp_path / "demo-v0")
-    (data / "metadata.json").write_text(json.dumps(about))
     whole = (data / "main_data.hdf5").read_bytes()
     (data / "main_data.hdf5").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DatasetError, match=r"cannot be read as 'minari'.*truncated"):
-        EpisodeDataset(tmp_path / "demo-v0")
+    refused(json.dumps(about), r"cannot be read as 'minari'.*truncated")
 
 
 def test_episodes_that_are_in_another_file_are_not_read(minari, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.bridges.collecting import collect
+from tests.refusals import check_refused, refused
 from tests.tiers import first_fast
 from tests.waiting import in_thread
 from torchrl_mt.bridges.reasoning_gym import ReasoningGymEnv
@@ -50,9 +51,8 @@ def test_seeds_go_through_all_questions():
     questions = [asked(env, {"index": k}) for k in range(7)]
     assert [asked(env, {"seed": k}) for k in range(-7, 21)] == questions * 4
     assert len(set(questions)) == 7
-    assert questions == [
-        entry["question"] for entry in gym.create_dataset("chain_sum", size=7, seed=0)
-    ]
+    dataset = gym.create_dataset("chain_sum", size=7, seed=0)
+    assert questions == [entry["question"] for entry in dataset]
 
 
 def test_an_entry_is_a_question():
@@ -153,10 +153,9 @@ def test_no_answer_is_run_as_a_program(name, tmp_path):
 
 def test_every_data_set_that_evaluates_is_known():
     """Evaluation happens in score_answer itself, where harmless() looks, not in a helper of it."""
-    assert {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"} <= set(EVALUATE)
-    assert {"countdown", "puzzle24", "simple_integration", "polynomial_multiplication"} <= set(
-        EVALUATE
-    )
+    known = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown"}
+    known |= {"puzzle24", "simple_integration", "polynomial_multiplication"}
+    assert known <= set(EVALUATE)
     for name in EVALUATE:
         assert harmless("exit()", DATASETS[name][0].score_answer, "7") == "("
 
@@ -180,50 +179,42 @@ def test_every_data_set(name):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "match"),
-    [
-        (None, ValueError, "must choose a question by one of"),
-        ({"label": 3}, ValueError, r"got \['label'\]"),
-        ({"seed": 1, "index": 1}, ValueError, r"got \['index', 'seed'\]"),
-        ({"idnex": 1}, ValueError, "nearly 'index'"),
-        ({"index": 500}, IndexError, "from 0 below 500, got 500"),
-        ({"index": -1}, IndexError, "from 0 below 500, got -1"),
-        ({"index": "1"}, TypeError, "must be an integer"),
-        ({"question": "3 + 4?", "answer": "7"}, ValueError, r"has no \['metadata'\]"),
-        (3, TypeError, "data must be a mapping"),
-    ],
-)
-def test_bad_data_is_refused(data, error, match):
-    with pytest.raises(error, match=match):
-        ReasoningGymEnv("chain_sum").reset(data)
+MADE = gym.create_dataset("chain_sum")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"dataset": "no_such"}, ValueError, "'no_such' cannot be made: Dataset 'no_such' not reg"),
-        ({"dataset": "chain_sum", "min_terms": 0}, ValueError, "cannot be made: min_terms"),
-        ({"dataset": "chain_sum", "colour": 0}, TypeError, "colour"),
-        ({"dataset": [1, 2]}, TypeError, "must be a data set of reasoning-gym or its name"),
-        ({"dataset": "chain_sum", "answer": "x"}, TypeError, "answer must be a function"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, error, match):
-    with pytest.raises(error, match=match):
-        ReasoningGymEnv(**arguments)
+def reset(data):
+    ReasoningGymEnv("chain_sum").reset(data)
 
 
-def test_settings_of_a_data_set_that_is_made_are_refused():
-    with pytest.raises(TypeError, match=r"settings are for the name .* got \['seed'\]"):
-        ReasoningGymEnv(gym.create_dataset("chain_sum"), seed=3)
-
-
-def test_an_answer_that_is_no_text_is_refused():
-    env = ReasoningGymEnv("chain_sum", answer=len)
+def step(answer):
+    env = ReasoningGymEnv("chain_sum", answer=answer)
     env.reset({"index": 0})
-    with pytest.raises(TypeError, match="answer must return a text or None, got 2"):
-        env.step("33")
+    env.step("33")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        refused("must choose a question by one of", reset, None),
+        refused("got ['label']", reset, {"label": 3}),
+        refused("got ['index', 'seed']", reset, {"seed": 1, "index": 1}),
+        refused("nearly 'index'", reset, {"idnex": 1}),
+        refused("from 0 below 500, got 500", reset, {"index": 500}, error=IndexError),
+        refused("from 0 below 500, got -1", reset, {"index": -1}, error=IndexError),
+        refused("must be an integer", reset, {"index": "1"}, error=TypeError),
+        refused("has no ['metadata']", reset, {"question": "3 + 4?", "answer": "7"}),
+        refused("data must be a mapping", reset, 3, error=TypeError),
+        refused("'no_such' cannot be made: Dataset 'no_such' not reg", ReasoningGymEnv, "no_such"),
+        refused("cannot be made: min_terms", ReasoningGymEnv, "chain_sum", min_terms=0),
+        refused("colour", ReasoningGymEnv, "chain_sum", colour=0, error=TypeError),
+        refused("data set of reasoning-gym or its name", ReasoningGymEnv, [1, 2], error=TypeError),
+        refused("settings are … got ['seed']", ReasoningGymEnv, MADE, seed=3, error=TypeError),
+        refused("answer must be a func", ReasoningGymEnv, "chain_sum", answer="x", error=TypeError),
+        refused("answer must return a text or None, got 2", step, len, error=TypeError),
+    ],
+)
+def test_wrong_calls_are_refused(call, error, text):
+    check_refused(call, error, text)
 
 
 def test_a_step_without_a_question_is_refused():
@@ -296,6 +287,5 @@ def test_a_collector_asks(data):
 @pytest.mark.slow
 def test_questions_are_the_same_in_worker_processes():
     env = ReasoningGymEnv("chain_sum", size=6, min_digits=1, max_digits=2)
-    assert collect(env, answers, number=6) == collect(
-        env, answers, number=6, options=CollectorOptions(env_workers=2)
-    )
+    options = CollectorOptions(env_workers=2)
+    assert collect(env, answers, number=6) == collect(env, answers, number=6, options=options)

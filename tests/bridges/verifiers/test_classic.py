@@ -14,18 +14,22 @@ if not hasattr(vf, "load_environment"):
 
 import datasets  # noqa: E402
 
-from tests.chat.families import QWEN25  # noqa: E402
-from tests.chat.families_in_play import tokenizer_of  # noqa: E402
+from tests.bridges.verifiers.playing import (  # noqa: E402
+    NUMBERS,
+    adds_one,
+    engine_that,
+    engine_that_fails,
+    play,
+    rejected,
+    rewards,
+    searches,
+)
 from tests.collectors.conftest import idle_clock, time_to_close  # noqa: E402, F401
-from tests.collectors.scripted import ScriptedEngine  # noqa: E402
-from tests.envs.speaking import call, says  # noqa: E402
+from tests.envs.speaking import adds, speaker  # noqa: E402
 from tests.idle_clock import hang  # noqa: E402
 from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402
-from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
-from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
+from torchrl_mt.collectors import Limits  # noqa: E402
 
-NUMBERS = ["zero", "one", "two", "three", "four", "five"]
-TOKENIZER = tiny_chat_tokenizer([*NUMBERS, "plus", "higher", "brief"], extra_roles=["system"])
 ROWS = [
     {"question": f"{NUMBERS[k]} plus one", "answer": NUMBERS[k + 1], "info": {"k": k}}
     for k in range(4)
@@ -58,47 +62,8 @@ def env_of(cls=vf.SingleTurnEnv, *rewards, rows=ROWS, **settings):
     return cls(dataset=dataset, rubric=rubric, system_prompt="brief", **settings)
 
 
-def engine_that(answers):
-    def rule(prompt):
-        words = TOKENIZER.decode(prompt).replace("<end>", " ").replace(">", "> ").split()
-        return [*TOKENIZER(answers(words))["input_ids"], TOKENIZER.eos_token_id]
-
-    return ScriptedEngine(TOKENIZER, rule)
-
-
-def adds_one(words):
-    return NUMBERS[NUMBERS.index(words[words.index("plus") - 1]) + 1]
-
-
-def searches(words):
-    return NUMBERS[words.count("higher")]
-
-
-def play(env, engine=None, data="items", episodes=4, **options):
-    env = env if isinstance(env, VerifiersEnv) else VerifiersEnv(env)
-    options = {"max_consecutive_failures": 1, "total_episodes": episodes, **options}
-    with MultiTurnCollector(
-        env,
-        engine or engine_that(adds_one),
-        env.items() if data == "items" else data,
-        episodes_per_batch=episodes,
-        **options,
-    ) as collector:
-        (batch,) = collector
-        return batch, collector.stats()
-
-
-def rewards(batch):
-    return pytest.approx(batch["next", "reward"].flatten().tolist())
-
-
-def rejected(env, cause, match, **options):
-    with pytest.raises(RuntimeError, match=rf"the last for {cause}: .*{match}"):
-        play(env, **options)
-
-
 def test_an_episode_has_the_librarys_reward_metrics_and_data():
-    batch, stats = play(env_of(), group_size=2)
+    batch, stats = play(VerifiersEnv(env_of()), group_size=2)
     assert rewards(batch) == [1.0] * 4
     assert stats["forks"] == stats["rejected"] == 0
     for step in batch:
@@ -111,19 +76,15 @@ def test_rewards_of_turns_and_of_the_rollout():
     env = VerifiersEnv(env_of(Guess))
     batch, stats = play(env, engine_that(searches), env.items()[1:2], episodes=2)
     assert stats["forks"] == 0
-    assert rewards(batch) == [-0.1, -0.1, 0.9] * 2
-    batch, _ = play(
-        VerifiersEnv(env_of(Guess), reward=lambda output: output["reward"] * 3),
-        engine_that(searches),
-        env.items()[1:2],
-        episodes=1,
-    )
+    assert rewards(batch) == pytest.approx([-0.1, -0.1, 0.9] * 2)
+    env = VerifiersEnv(env_of(Guess), reward=lambda output: output["reward"] * 3)
+    batch, _ = play(env, engine_that(searches), env.items()[1:2], episodes=1)
     assert rewards(batch) == [0.0, 0.0, 3.0]
 
 
 def test_many_at_once_do_not_mix():
     engine = engine_that(adds_one)
-    batch, _ = play(env_of(), engine, episodes=32, max_concurrency=16)
+    batch, _ = play(VerifiersEnv(env_of()), engine, episodes=32, max_concurrency=16)
     assert rewards(batch) == [1.0] * 32
     assert engine.most_running > 1
 
@@ -151,25 +112,17 @@ def test_tools_are_called():
         """
         return a + b
 
-    tokenizer = tokenizer_of(QWEN25)
-
-    def rule(prompt):
-        results = tokenizer.decode(prompt).split("<tool_response>\n")[1:]
-        message = (
-            says(results[-1].split("\n</tool_response>")[0])
-            if results
-            else says("", call("add", a=3, b=4))
-        )
-        return tokenizer(QWEN25.say(message) + QWEN25.stop, add_special_tokens=False)["input_ids"]
-
     env = env_of(vf.ToolEnv, tools=[add], rows=[{"question": "3 + 4?", "answer": "7"}])
-    batch, stats = play(env, ScriptedEngine(tokenizer, rule), episodes=2)
+    batch, stats = play(VerifiersEnv(env), speaker(adds), episodes=2)
     assert rewards(batch) == [0.0, 1.0] * 2
     assert stats["forks"] == 0
 
 
 def fails(completion):
     raise KeyError("answer")
+
+
+RIGHT_AND_FAILING = [vf.Rubric([is_right]), vf.Rubric([fails])]
 
 
 class Crashes(Guess):
@@ -181,31 +134,18 @@ class Crashes(Guess):
     ("env", "cause", "match"),
     [
         (lambda: env_of(vf.SingleTurnEnv, fails), "KeyError", "answer"),
-        (
-            lambda: env_of(rubric=vf.RubricGroup([vf.Rubric([is_right]), vf.Rubric([fails])])),
-            "KeyError",
-            "answer",
-        ),
-        (
-            lambda: vf.EnvGroup([env_of(vf.SingleTurnEnv, fails), env_of(vf.SingleTurnEnv, fails)]),
-            "KeyError",
-            "answer",
-        ),
+        (lambda: env_of(rubric=vf.RubricGroup(RIGHT_AND_FAILING)), "KeyError", "answer"),
+        (lambda: vf.EnvGroup([env_of(vf.SingleTurnEnv, fails)] * 2), "KeyError", "answer"),
         (lambda: env_of(Crashes), "ToolError", "the board is gone"),
     ],
 )
 def test_an_error_is_the_cause_and_no_reward(env, cause, match):
-    rejected(env(), cause, match, engine=engine_that(lambda words: "zero"))
+    rejected(VerifiersEnv(env()), cause, match, engine=engine_that(lambda words: "zero"))
 
 
 def test_an_error_of_the_engine_is_the_cause():
-    engine = engine_that(adds_one)
-
-    async def fail(*args, **kwargs):
-        raise OSError("the cable is out")
-
-    engine.generate = fail
-    rejected(env_of(), "OSError", "the cable is out", engine=engine)
+    env = VerifiersEnv(env_of())
+    rejected(env, "OSError", "the cable is out", engine=engine_that_fails())
 
 
 def test_a_time_limit_of_the_environment_is_no_reward(idle_clock):  # noqa: F811
@@ -213,20 +153,15 @@ def test_a_time_limit_of_the_environment_is_no_reward(idle_clock):  # noqa: F811
         async def env_response(self, messages, state, **kwargs):
             await hang()
 
-    rejected(
-        env_of(Hangs, timeout_seconds=36_000.0),
-        "TimeoutError",
-        "timeout_seconds",
-        engine=engine_that(lambda words: "zero"),
-    )
+    env, engine = env_of(Hangs, timeout_seconds=36_000.0), engine_that(lambda words: "zero")
+    rejected(VerifiersEnv(env), "TimeoutError", "timeout_seconds", engine=engine)
 
 
 def test_a_limit_ends_the_game_and_what_was_played_counts():
     env = VerifiersEnv(env_of(Guess, lambda completion: 5.0))
-    batch, stats = play(
-        env, engine_that(searches), env.items()[3:4], episodes=1, limits=Limits(max_turns=2)
-    )
-    assert rewards(batch) == [-0.1, 4.9]
+    limits = Limits(max_turns=2)
+    batch, stats = play(env, engine_that(searches), env.items()[3:4], episodes=1, limits=limits)
+    assert rewards(batch) == pytest.approx([-0.1, 4.9])
     assert batch["next", "truncated"].flatten().tolist() == [False, True]
     assert stats["stop/max_turns"] == 1
 

@@ -21,23 +21,25 @@ if not hasattr(vf.Taskset, "bounded"):
     pytest.skip(WHY, allow_module_level=True)
 
 from tests.agents.helpers import counting_engine, session_of  # noqa: E402
-from tests.chat.families import QWEN25  # noqa: E402
-from tests.chat.families_in_play import tokenizer_of  # noqa: E402
+from tests.bridges.verifiers.playing import (  # noqa: E402
+    NUMBERS,
+    TOKENIZER,
+    adds_one,
+    engine_that,
+    engine_that_fails,
+    play,
+    rejected,
+    rewards,
+    searches,
+)
 from tests.collectors.conftest import idle_clock, time_to_close  # noqa: E402, F401
-from tests.collectors.scripted import ScriptedEngine  # noqa: E402
-from tests.envs.speaking import call, says  # noqa: E402
+from tests.envs.speaking import adds, call, says, speaker  # noqa: E402
 from tests.idle_clock import hang  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 from torchrl_mt.bridges.verifiers import VerifiersEnv  # noqa: E402
 from torchrl_mt.bridges.verifiers.v1 import V1Env, _Calls  # noqa: E402
-from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
-from torchrl_mt.testing import tiny_chat_tokenizer  # noqa: E402
+from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits  # noqa: E402
 from torchrl_mt.transforms import MergeTurns  # noqa: E402
-
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-WORDS = [*NUMBERS, "plus", "higher", "lower", "brief"]
-TOKENIZER = tiny_chat_tokenizer(WORDS, extra_roles=["system"])
-
 
 # ---- the environments ---------------------------------------------------------------------------
 
@@ -64,12 +66,8 @@ class Sums(vf.Taskset[Sum]):
 
     def load(self):
         for k in range(8):
-            data = SumData(
-                prompt=f"{WORDS[k]} plus one",
-                answer=WORDS[k + 1],
-                system_prompt="brief",
-                info={"k": k},
-            )
+            asked = {"prompt": f"{NUMBERS[k]} plus one", "answer": NUMBERS[k + 1]}
+            data = SumData(**asked, system_prompt="brief", info={"k": k})
             yield self.task_class(data, self.config.task)
 
 
@@ -98,7 +96,7 @@ class Guess(vf.Env[GuessConfig]):
         async with agents.player.interaction(task) as game:
             segment, heard = await game.turn(), []
             while not segment.terminated and segment.last_reply != task.data.answer:
-                off = WORDS.index(task.data.answer) - WORDS.index(segment.last_reply)
+                off = NUMBERS.index(task.data.answer) - NUMBERS.index(segment.last_reply)
                 heard.append("higher" if off > 0 else "lower")
                 segment = await game.turn(heard[-1])
         game.trace.record_reward("tries", -float(len(heard)))
@@ -141,49 +139,6 @@ def installed(monkeypatch):
         return "sums-for-tests"
 
     return install
-
-
-# ---- playing them -------------------------------------------------------------------------------
-
-
-def reads(prompt):
-    """What the model sees last, as words."""
-    return TOKENIZER.decode(prompt).replace("<end>", " ").replace(">", "> ").split()
-
-
-def adds_one(words):
-    """The answer to ``k plus one``, the first question of the dialogue."""
-    return WORDS[WORDS.index(words[words.index("plus") - 1]) + 1]
-
-
-def searches(words):
-    """A guess that goes up from zero as it hears to."""
-    return WORDS[words.count("higher")]
-
-
-def engine_that(answers):
-    def rule(prompt):
-        return [*TOKENIZER(answers(reads(prompt)))["input_ids"], TOKENIZER.eos_token_id]
-
-    return ScriptedEngine(TOKENIZER, rule)
-
-
-def play(env, engine=None, data="items", episodes=2, **options):
-    engine = engine or engine_that(adds_one)
-    data = env.items() if data == "items" else data
-    options = {"max_consecutive_failures": 1, "total_episodes": episodes, **options}
-    with MultiTurnCollector(env, engine, data, episodes_per_batch=episodes, **options) as collector:
-        (batch,) = collector
-        return batch, collector.stats()
-
-
-def rewards(batch):
-    return batch["next", "reward"].flatten().tolist()
-
-
-def rejected(env, cause, match, **options):
-    with pytest.raises(RuntimeError, match=rf"the last for {cause}: .*{match}"):
-        play(env, **options)
 
 
 # ---- rewards and data ---------------------------------------------------------------------------
@@ -265,7 +220,7 @@ def test_seeds_choose_tasks(installed):
     assert len(env.items()) == 3
     batch, _ = play(env, data=None, episodes=6)
     asked = [turn[1]["content"] for turn in batch["text"]]
-    assert asked == [f"{WORDS[k % 3]} plus one" for k in range(6)]
+    assert asked == [f"{NUMBERS[k % 3]} plus one" for k in range(6)]
     assert rewards(batch) == [2.0] * 6
 
 
@@ -278,7 +233,7 @@ def test_a_taskset_without_end_needs_a_number(installed):
 
 def test_a_copy_for_another_process_plays_the_same(installed):
     env = pickle.loads(pickle.dumps(VerifiersEnv(installed(Sums), num_tasks=2)))
-    assert rewards(play(env)[0]) == [2.0, 2.0]
+    assert rewards(play(env)[0]) == [2.0] * 4
 
 
 # ---- several agents -----------------------------------------------------------------------------
@@ -287,12 +242,8 @@ def test_a_copy_for_another_process_plays_the_same(installed):
 def test_an_agent_that_is_not_trained_has_a_model_of_its_own(installed):
     teacher = engine_that(lambda words: "one plus one")
     env = VerifiersEnv(installed(Sums, Talk))
-    batch, stats = play(
-        env,
-        data=env.items()[1:2],
-        episodes=1,
-        options=CollectorOptions(agents=AgentOptions(models={"teacher": teacher})),
-    )
+    options = CollectorOptions(agents=AgentOptions(models={"teacher": teacher}))
+    batch, stats = play(env, data=env.items()[1:2], episodes=1, options=options)
     assert stats["turns"] == len(teacher.calls) == 1
     assert rewards(batch) == [2.0]
     assert batch["info"][0]["agent"] == "student"
@@ -348,15 +299,11 @@ async def fails_when_asked(self, trace: vf.Trace):
 
 
 @pytest.mark.parametrize(
-    ("method", "cause"),
-    [
-        ({"is_right": vf.reward(fails)}, "TaskError"),
-        ({"setup": fails}, "TaskError"),
-        ({"stops": vf.stop(fails_when_asked)}, "TaskError"),
-    ],
+    "method",
+    [{"is_right": vf.reward(fails)}, {"setup": fails}, {"stops": vf.stop(fails_when_asked)}],
 )
-def test_an_error_of_a_task_is_the_cause(method, cause):
-    rejected(VerifiersEnv(sums_with(**method)), cause, "KeyError: 'answer'")
+def test_an_error_of_a_task_is_the_cause(method):
+    rejected(VerifiersEnv(sums_with(**method)), "TaskError", "KeyError: 'answer'")
 
 
 def test_an_error_of_an_environment_is_the_cause(installed):
@@ -364,13 +311,8 @@ def test_an_error_of_an_environment_is_the_cause(installed):
 
 
 def test_an_error_of_the_engine_is_the_cause(installed):
-    engine = engine_that(adds_one)
-
-    async def fail(*args, **kwargs):
-        raise OSError("the cable is out")
-
-    engine.generate = fail
-    rejected(VerifiersEnv(installed(Sums)), "OSError", "the cable is out", engine=engine)
+    env = VerifiersEnv(installed(Sums))
+    rejected(env, "OSError", "the cable is out", engine=engine_that_fails())
 
 
 def test_a_server_that_does_not_start_is_the_cause(installed):
@@ -400,10 +342,8 @@ def test_a_time_limit_of_the_task_is_no_reward(idle_clock):  # noqa: F811
 
     class Slow(Sums):
         def load(self):
-            data = SumData(
-                prompt="one plus one", answer="two", info={}, timeout={"scoring": 36_000.0}
-            )
-            yield task(data, self.config.task)
+            data = {"prompt": "one plus one", "answer": "two", "info": {}}
+            yield task(SumData(**data, timeout={"scoring": 36_000.0}), self.config.task)
 
     rejected(VerifiersEnv(Slow(vf.TasksetConfig())), "TimeoutError", "scoring_timeout")
 
@@ -424,9 +364,8 @@ def test_a_time_limit_of_the_collector_ends_the_rollout(idle_clock):  # noqa: F8
 
 def test_a_limit_ends_the_game_and_what_was_played_counts(installed):
     env = VerifiersEnv(installed(Sums, Guess))
-    batch, stats = play(
-        env, engine_that(searches), env.items()[6:7], episodes=1, limits=Limits(max_turns=3)
-    )
+    limits = Limits(max_turns=3)
+    batch, stats = play(env, engine_that(searches), env.items()[6:7], episodes=1, limits=limits)
     assert rewards(batch) == [0.0, 0.0, -3.0]
     assert batch["next", "truncated"].flatten().tolist() == [False, False, True]
     assert stats["stop/max_turns"] == 1
@@ -524,21 +463,15 @@ def test_tools_are_called(tmp_path, monkeypatch):
     (tmp_path / "tools_for_tests.py").write_text(TOOLS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    tokenizer = tokenizer_of(QWEN25)
     prompts = []
 
-    def rule(prompt):
-        prompts.append(tokenizer.decode(prompt))
-        results = prompts[-1].split("<tool_response>\n")[1:]
-        message = (
-            says(results[-1].split("\n</tool_response>")[0])
-            if results
-            else says("", call("calc_add", a=3, b=4))
-        )
-        return tokenizer(QWEN25.say(message) + QWEN25.stop, add_special_tokens=False)["input_ids"]
+    def answer(prompt):
+        prompts.append(prompt)
+        said = adds(prompt)
+        return said if isinstance(said, str) else says("", call("calc_add", a=3, b=4))
 
-    engine = ScriptedEngine(tokenizer, rule)
-    batch, stats = play(VerifiersEnv(Calculations(vf.TasksetConfig())), engine)
+    env = VerifiersEnv(Calculations(vf.TasksetConfig()))
+    batch, stats = play(env, speaker(answer), episodes=2)
     assert rewards(batch) == [0.0, 2.0] * 2
     assert stats["forks"] == 0
     assert "Add two numbers." in prompts[0]
@@ -602,11 +535,9 @@ def test_the_relay_answers_no_stranger(installed):
             _, relay = await server.get()
             async with httpx.AsyncClient() as client:
                 for path, headers in (("", {}), ("", {"X-Session-ID": "00"})):
-                    reply = await client.post(
-                        f"{relay.url}/chat/completions{path}", headers=headers
-                    )
-                    seen.status = reply.status_code
-                    assert reply.status_code == 409
+                    url = f"{relay.url}/chat/completions{path}"
+                    seen.status = (await client.post(url, headers=headers)).status_code
+                    assert seen.status == 409
             await super().run(task, agents)
 
     env = VerifiersEnv(installed(Sums, Asks))

@@ -19,8 +19,6 @@ from tests.datasets.formats.test_folder import cut, files_of, foreign, random_im
 from tests.tiers import examples
 from torchrl_mt.datasets import ClipDataset, DatasetError, EpisodeDataset, open_episodes
 
-LAYOUTS = {"hw": (), "hw1": (1,), "hw3": (3,)}
-
 
 def smooth(T, *shape):
     """Images that change smoothly, of a layout: ``[T, *shape]``."""
@@ -78,9 +76,8 @@ def test_pyav_alone_reads_the_frames_in_order(tmp_path):
 
 def test_next_images_that_disagree_follow_all_others(tmp_path):
     agreeing, images = with_next(smooth(6, 16, 16, 3)), smooth(5, 16, 16, 3)
-    dataset = write(
-        tmp_path / "set", agreeing, {"pixels": images, "next": {"pixels": images.flip(0)}}, crf=0
-    )
+    disagreeing = {"pixels": images, "next": {"pixels": images.flip(0)}}
+    dataset = write(tmp_path / "set", agreeing, disagreeing, crf=0)
     assert len(frames_of(files_of(tmp_path / "set", 1) / "pixels.mp4")) == 10
     got = dataset.episode(1)
     assert torch.equal(got["pixels"], images)
@@ -109,16 +106,8 @@ def test_what_is_no_picture_is_stored_as_in_the_format_folder(tmp_path):
         "text": ["a", "b", "c", "d"],
     }
     dataset = write(tmp_path / "set", data)
-    names = sorted(os.listdir(files_of(tmp_path / "set")))
-    assert names == [
-        "bytes.npy",
-        "labels.npy",
-        "ragged",
-        "rgba",
-        "stack",
-        "text.jsonl",
-        "~crc32.json",
-    ]
+    names = " ".join(sorted(os.listdir(files_of(tmp_path / "set"))))
+    assert names == "bytes.npy labels.npy ragged rgba stack text.jsonl ~crc32.json"
     write(tmp_path / "folder", data)
     assert_same(dataset.episode(0), EpisodeDataset(tmp_path / "folder").episode(0))
     assert torch.equal(dataset.episode(0)["rgba"], data["rgba"])
@@ -219,12 +208,9 @@ def test_that_it_is_lossy_is_said_once_for_a_data_set(tmp_path, caplog):
         assert not caplog.records
         write(tmp_path / "first", data, data)
         write(tmp_path / "first", data, mode="append")
-    (record,) = caplog.records
-    assert (
-        f"{tmp_path / 'first'}: 'x', 'y' are written as video, which is lossy"
-        in record.getMessage()
-    )
-    assert "crf=0" in record.getMessage()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"{tmp_path / 'first'}: 'x', 'y' are written as video, which is lossy" in said
+    assert "crf=0" in said
 
 
 # ---- damage -------------------------------------------------------------------------------------

@@ -126,41 +126,27 @@ def test_a_systems_text_may_be_a_column(tokenizer):
 @pytest.mark.parametrize("name", ["arguments", "parameters"])
 def test_share_gpts_calls_are_tool_calls(name):
     tokenizer = QWEN_TOOLS.on(byte_level())
-    call = {"name": "look", "arguments": {"q": "a"}}
     share_gpt = [
         {"from": "human", "value": "a?"},
         {"from": "function_call", "value": json.dumps({"name": "look", name: {"q": "a"}})},
         {"from": "observation", "value": "b"},
         {"from": "gpt", "value": "c"},
     ]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"q": "a"}}}
     messages = [
         {"role": "user", "content": "a?"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"type": "function", "function": call}],
-            "content": "",
-        },
+        {"role": "assistant", "tool_calls": [call], "content": ""},
         {"role": "tool", "content": "b"},
         {"role": "assistant", "content": "c"},
     ]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    rows = ConversationDataset(
-        [
-            {"conversations": share_gpt, "tools": json.dumps(tools)},
-            {"messages": messages, "tools": tools},
-        ],
-        tokenizer,
-    )
-    assert torch.equal(rows[0]["tokens", "full"], rows[1]["tokens", "full"])
+    source = [{"conversations": share_gpt, "tools": json.dumps(tools)}]
+    assert_same_rows(source, [{"messages": messages, "tools": tools}], tokenizer)
+    row = ConversationDataset(source, tokenizer)[0]
     expected = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-    assert rows[1]["tokens", "full"].tolist() == expected
-    assert (
-        trained(rows[0], tokenizer)
-        == trained(rows[1], tokenizer)
-        == (
-            '<tool_call>\n{"name": "look", "arguments": {"q": "a"}}\n</tool_call><|im_end|>c<|im_end|>'
-        )
-    )
+    assert row["tokens", "full"].tolist() == expected
+    said = '<tool_call>\n{"name": "look", "arguments": {"q": "a"}}\n</tool_call>'
+    assert trained(row, tokenizer) == f"{said}<|im_end|>c<|im_end|>"
 
 
 def test_messages_may_be_left_out_or_weighted(tokenizer):
@@ -274,9 +260,8 @@ def test_what_a_worker_has_said_is_not_said_again(tokenizer, caplog):
 def test_a_message_that_leaves_no_trace_is_refused():
     tokenizer = QWEN_TOOLS.on(byte_level())
     messages = [*MESSAGES[:2], {"role": "judge", "content": "8"}]
-    with pytest.raises(
-        ValueError, match=r"conversation 0: .*nothing of message 2 of 3 .role 'judge'"
-    ):
+    said = r"conversation 0: .*nothing of message 2 of 3 .role 'judge'"
+    with pytest.raises(ValueError, match=said):
         ConversationDataset([{"messages": messages}], tokenizer)[0]
 
 
@@ -285,32 +270,22 @@ ENDLESS = replace(
     template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
 )
+RULES = {"role": "system", "content": "be brief"}
 THOUGHT = {"role": "assistant", "content": "b", "reasoning_content": "x"}
+SPECIAL = {"role": "assistant", "content": "b<|im_end|>"}
+LOST = "writes nothing of message 0 of conversation 1, a system message"
+UNENDED = "message 1 of conversation 1, so this answer does not teach when to stop"
+DROPPED = r"drops a part of message 1 of conversation 1.*template='training'"
+BROKEN = "message 1 of conversation 1 names a special token"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "text"),
     [
-        (  # Some templates leave out rules by design.
-            MISTRAL_SYSTEM_LAST,
-            [{"role": "system", "content": "be brief"}, *MESSAGES],
-            "writes nothing of message 0 of conversation 1, a system message",
-        ),
-        (
-            ENDLESS,
-            MESSAGES,
-            "message 1 of conversation 1, so this answer does not teach when to stop",
-        ),
-        (
-            QWEN3,
-            [MESSAGES[0], THOUGHT, MESSAGES[2], THOUGHT],
-            r"drops a part of message 1 of conversation 1.*template='training'",
-        ),
-        (
-            CHATML,
-            [MESSAGES[0], {"role": "assistant", "content": "b<|im_end|>"}],
-            "message 1 of conversation 1 names a special token",
-        ),
+        (MISTRAL_SYSTEM_LAST, [RULES, *MESSAGES], LOST),  # Some leave out rules by design.
+        (ENDLESS, MESSAGES, UNENDED),
+        (QWEN3, [MESSAGES[0], THOUGHT, MESSAGES[2], THOUGHT], DROPPED),
+        (CHATML, [MESSAGES[0], SPECIAL], BROKEN),
     ],
     ids=["lost", "endless", "dropped", "broken"],
 )
@@ -416,86 +391,58 @@ def test_other_sources_are_refused(tokenizer, source, error, match):
 GOOD = {"messages": MESSAGES}
 
 
+def asked(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def answered(**message):
+    return {"messages": [{"role": "assistant", "content": "8", **message}]}
+
+
+def called(*calls):
+    return {"messages": [{"role": "assistant", "tool_calls": list(calls)}]}
+
+
+NO_ARGUMENTS = "the call of 'f' in message 0 must have 'arguments'.* the keys .'name'"
+NO_MAPPING = "'f' in message 0 must have a mapping or JSON text as 'arguments', got list"
+NO_LIST = "'tool_calls' of message 0 must be a list of calls, got dict: put it into"
+ONE_TEXT = "'completion' must be a list of messages as 'prompt' is, got text"
+WEIGHT = "message 0 must have a finite 'weight' of at least 0, got"
+
+
 @pytest.mark.parametrize(
     ("row", "error", "match"),
     [
         ([], TypeError, "a row must be a mapping with 'messages'"),
         ({"text": "a"}, ValueError, r"got the keys \['text'\]"),
         ({"prompt": "a", "completion": MESSAGES}, TypeError, "'prompt' must be a list of messages"),
+        ({"prompt": MESSAGES[:1], "completion": "8"}, TypeError, ONE_TEXT),
         ({"messages": []}, ValueError, "must have at least one message"),
         ({"messages": "a"}, TypeError, "'messages' must be a list of messages, got str"),
         ({"messages": [MESSAGES[0], 3]}, TypeError, "message 1 must be a mapping, got int"),
         ({"messages": [{"content": "a"}]}, TypeError, "message 0 must have its author"),
-        (
-            {"messages": [{"role": "user", "content": 3}]},
-            TypeError,
-            "message 0 .user. must have text",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            *(ValueError, "message 0 .user. must have text alone.*'image'"),
-        ),
+        (asked(3), TypeError, "message 0 .user. must have text"),
+        (asked([{"type": "image"}]), ValueError, "message 0 .user. must have text alone.*'image'"),
+        (asked("\ud800"), ValueError, "message 0 .user. must be text that UTF-8 can encode"),
+        (asked("moon"), ValueError, "the word 'moon'"),
         ({"messages": [{"role": "assistant"}]}, ValueError, "message 0 .assistant. must have a"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}]},
-            *(TypeError, "message 0 must have mappings with a 'function'"),
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "8", "weight": -1}]},
-            *(ValueError, "message 0 must have a finite 'weight' of at least 0, got -1"),
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "8", "train": "no"}]},
-            *(TypeError, "message 0 must have true or false as 'train', got 'no'"),
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "8", "weight": 1e39}]},
-            *(ValueError, "message 0 must have a finite 'weight' of at least 0, got 1e.39"),
-        ),
+        (answered(weight=-1), ValueError, f"{WEIGHT} -1"),
+        (answered(weight=1e39), ValueError, f"{WEIGHT} 1e.39"),
+        (answered(train="no"), TypeError, "message 0 must have true or false as 'train', got 'no'"),
         ({**GOOD, "weight": math.nan}, ValueError, "a row must have a finite 'weight'"),
         ({**GOOD, "train": "no"}, TypeError, "a row must have true or false as 'train', got 'no'"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-            *(TypeError, "the call of 'f' in message 0 must have 'arguments'.* the keys .'name'"),
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]},
-            *(
-                TypeError,
-                "'f' in message 0 must have a mapping or JSON text as 'arguments', got list",
-            ),
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": "f()"}]},
-            *(ValueError, "'tool_calls' of message 0 must be JSON if it is text"),
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": {"name": "f"}}]},
-            *(
-                TypeError,
-                "'tool_calls' of message 0 must be a list of calls, got dict: put it into",
-            ),
-        ),
-        (
-            {"messages": [{"role": "user", "content": "\ud800"}]},
-            *(ValueError, "message 0 .user. must be text that UTF-8 can encode"),
-        ),
-        (
-            {"prompt": MESSAGES[:1], "completion": "8"},
-            *(TypeError, "'completion' must be a list of messages as 'prompt' is, got text"),
-        ),
-        (
-            {**GOOD, "tools": {"name": "f"}},
-            TypeError,
-            "'tools' must be a list of JSON schemas.*got dict",
-        ),
+        (called({"function": None}), TypeError, "message 0 must have mappings with a 'function'"),
+        (called({"function": {"name": "f"}}), TypeError, NO_ARGUMENTS),
+        (called({"name": "f", "arguments": [1]}), TypeError, NO_MAPPING),
+        (answered(tool_calls="f()"), ValueError, "'tool_calls' of message 0 must be JSON if it is"),
+        (answered(tool_calls={"name": "f"}), TypeError, NO_LIST),
+        ({**GOOD, "tools": {"name": "f"}}, TypeError, "'tools' must be a list of JSON .*got dict"),
         ({**GOOD, "tools": "{"}, ValueError, "'tools' must be JSON if it is text"),
         ({**GOOD, "tools": [3]}, TypeError, "'tools' must be a list of mappings, got int"),
         (
             {"messages": [MESSAGES[0], {"role": "judge", "content": "8"}]},
             *(ValueError, "refuses message 1 of 2 .role 'judge'"),
         ),
-        ({"messages": [{"role": "user", "content": "moon"}]}, ValueError, "the word 'moon'"),
     ],
 )
 def test_errors_name_the_conversation_and_the_message(tokenizer, row, error, match):
@@ -550,9 +497,8 @@ def test_indices_and_arguments_are_checked(tokenizer):
 
 
 def test_a_loader_gives_each_conversation_once_an_epoch(tokenizer):
-    dataset = ConversationDataset(
-        [{"messages": MESSAGES[: 2 + 2 * (n % 2)]} for n in range(10)], tokenizer
-    )
+    talks = [{"messages": MESSAGES[: 2 + 2 * (n % 2)]} for n in range(10)]
+    dataset = ConversationDataset(talks, tokenizer)
     loader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=dataset.collate)
     for _ in range(2):
         batches = list(loader)
@@ -570,17 +516,17 @@ def test_a_data_set_is_pickled(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_give_what_the_process_itself_gives(tokenizer, tmp_path, context):
+@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_give_what_the_process_itself_gives(tokenizer, tmp_path, context, workers):
     path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(json.dumps({"messages": MESSAGES[: 2 + 2 * (n % 2)]}) + "\n" for n in range(9))
-    )
+    talks = [{"messages": MESSAGES[: 2 + 2 * (n % 2)]} for n in range(9)]
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     dataset = ConversationDataset(path, tokenizer)
-    loader = DataLoader(
-        dataset, 4, collate_fn=dataset.collate, num_workers=2, multiprocessing_context=context
+    alone = DataLoader(dataset, 4, collate_fn=dataset.collate)
+    with_workers = DataLoader(
+        dataset, 4, collate_fn=dataset.collate, num_workers=workers, multiprocessing_context=context
     )
-    for rows, other in zip(loader, DataLoader(dataset, 4, collate_fn=dataset.collate), strict=True):
+    for rows, other in zip(with_workers, alone, strict=True):
         assert_same(rows, other)
 
 

@@ -42,10 +42,8 @@ def stored(batch):
 
 
 def split(batch):
-    ends = batch["next", "done"].flatten().nonzero().flatten().tolist()
-    return [
-        batch[a:b] for a, b in zip([0, *(e + 1 for e in ends)], (e + 1 for e in ends), strict=False)
-    ]
+    ends = (batch["next", "done"].flatten().nonzero().flatten() + 1).tolist()
+    return [batch[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def test_a_row_is_an_episode(batch, tokenizer):
@@ -90,12 +88,8 @@ def test_all_that_has_episodes_is_the_same_table(batch):
 def test_it_becomes_rows_and_survives_a_file(batch, tokenizer, tmp_path):
     table = to_hf_dataset(batch)
     table.to_parquet(tmp_path / "games.parquet")
-    loaded = datasets.load_dataset(
-        "parquet",
-        data_files=str(tmp_path / "games.parquet"),
-        split="train",
-        cache_dir=str(tmp_path / "cache"),
-    )
+    places = {"data_files": str(tmp_path / "games.parquet"), "cache_dir": str(tmp_path / "cache")}
+    loaded = datasets.load_dataset("parquet", split="train", **places)
     assert loaded.to_list() == table.to_list()
     for source in (table, loaded, tmp_path / "games.parquet"):
         dataset = ConversationDataset(source, tokenizer)

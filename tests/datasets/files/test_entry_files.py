@@ -18,13 +18,8 @@ from torchrl_mt.datasets import open_episodes
 from torchrl_mt.datasets._files.entry_files import entry_name
 
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]*[A-Za-z0-9_-]|[a-z0-9_]")
-DEVICES = {
-    "con",
-    "prn",
-    "aux",
-    "nul",
-    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}
+PORTS = {f"{port}{n}" for port in ("com", "lpt") for n in range(10)}
+DEVICES = {"con", "prn", "aux", "nul", *PORTS}
 SUFFIXES = ["", ".npy", ".jsonl", ".mp4"]
 PARTS = st.sampled_from(ODD_NAMES) | st.text(st.characters(), max_size=5)
 KEYS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)

@@ -109,17 +109,16 @@ def test_an_overwrite_is_seen_at_once(format, examples, tmp_path):
     (tmp_path / "data").mkdir()
     path = new_path(tmp_path / "data", format, "x")
     write(path, format, [7, 8])
-    states = moments(
-        tmp_path / "data",
-        tmp_path / "copies",
-        lambda say: write(path, format, range(5), "overwrite"),
-    )
+
+    def run(say):
+        write(path, format, range(5), "overwrite")
+
     shown = []
-    for copy, _ in some(states, examples):
+    for copy, _ in some(moments(tmp_path / "data", tmp_path / "copies", run), examples):
         shown.append(len(EpisodeDataset(copy / path.name)))
-        check(copy / path.name, [7, 8] if shown[-1] == 2 else range(5))
-        write(copy / path.name, format, [9])
-        check(copy / path.name, [*([7, 8] if shown[-1] == 2 else range(5)), 9])
+        found = [7, 8] if shown[-1] == 2 else [*range(5)]
+        check(copy / path.name, found)
+        check(write(copy / path.name, format, [9]), [*found, 9])
     assert shown == sorted(shown)
     check(path, range(5))
     assert os.listdir(tmp_path / "data") == [path.name]
@@ -167,9 +166,7 @@ DAMAGES = {
     "truncated": lambda content: content[:-20],
     "beginning": lambda content: content[:100],
     "text": lambda content: b"no data",
-    "zeros": lambda content: (
-        content[:8] + bytes(len(content) // 2) + content[8 + len(content) // 2 :]
-    ),
+    "zeros": lambda text: text[:8] + bytes(len(text) // 2) + text[8 + len(text) // 2 :],
     "deleted": None,
 }
 
@@ -208,14 +205,11 @@ def test_an_episode_that_cannot_be_written_leaves_nothing(format, failing, tmp_p
                     raise OSError(28, "No space left on device")
             return super().write(data)
 
+    def open_files(self):
+        self._files = [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES]
+
     monkeypatch.setattr(episode_log.io, "FileIO", FullDisk)
-    monkeypatch.setattr(
-        episode_folder.EpisodeFolder,
-        "_open",
-        lambda self: setattr(
-            self, "_files", [FullDisk(self.data / f"episodes.{name}", "a") for name in NAMES]
-        ),
-    )
+    monkeypatch.setattr(episode_folder.EpisodeFolder, "_open", open_files)
     with open_episodes(path, format=format) as out:
         out.write_episode(numbered(0), {"number": 0})
         FullDisk.writes = failing  # the log, the metadata, the record

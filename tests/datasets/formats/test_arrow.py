@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 
 import datasets
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tensordict import TensorDict
 
 from tests.datasets.episodes import (
@@ -21,7 +23,7 @@ from tests.datasets.episodes import (
     random_data,
 )
 from tests.tiers import examples
-from torchrl_mt.datasets import EpisodeDataset, open_episodes
+from torchrl_mt.datasets import EpisodeDataset, open_episodes, save_episodes
 from torchrl_mt.datasets.formats import arrow
 
 
@@ -59,8 +61,7 @@ def test_datasets_shows_what_a_person_expects(tmp_path):
         ("stop_reason",): Objects(["", "eos"]),
         ("info",): Objects([{"a": 1}, None]),
     }
-    with open_episodes(path, format="arrow") as out:
-        out.write_episode(pack(Steps(2, columns), unread=True), {"task": "é"})
+    save_episodes([(pack(Steps(2, columns), unread=True), {"task": "é"})], path, format="arrow")
     loaded = load(path, tmp_path)
     assert loaded[0] == {
         "length": 2,
@@ -90,37 +91,24 @@ def test_datasets_shows_what_a_person_expects(tmp_path):
 def test_datasets_reads_every_episode_of_any_schema(tmp_path_factory, seed):
     tmp_path = tmp_path_factory.mktemp("any")
     episodes, _ = random_data(seed)
-    with open_episodes(tmp_path / "x", format="arrow") as out:
-        out.write_episodes(episodes)
+    save_episodes(episodes, tmp_path / "x", format="arrow")
     loaded = load(tmp_path / "x", tmp_path)
     assert loaded["length"][:] == [len(episode) for episode in episodes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_datasets_reads_every_bit(dtype, tmp_path):
-    import random
-
     values = random_bits(random.Random(0), (1000,), dtype)
     values[:3] = torch.tensor([-0.0, 0.0, float("nan")])
-    with open_episodes(tmp_path / "x", format="arrow") as out:
-        out.write_episode({"x": values})
+    save_episodes([{"x": values}], tmp_path / "x", format="arrow")
     column = load(tmp_path / "x", tmp_path).with_format("arrow")[:]["x"].combine_chunks()
     assert column.flatten().to_numpy().tobytes() == values.numpy().tobytes()
 
 
 def test_columns_have_names_of_their_own(tmp_path):
-    episode = TensorDict(
-        {
-            "length": torch.ones(2),
-            "a": {"b": torch.tensor([1, 2])},
-            "a.b": torch.tensor([3, 4]),
-            "A": torch.tensor([5, 6]),
-            "": torch.tensor([7, 8]),
-        },
-        [2],
-    )
-    with open_episodes(tmp_path / "x", format="arrow") as out:
-        out.write_episode(episode)
+    data = {key: torch.tensor([i, -i]) for i, key in enumerate(["length", "a", "a.b", "A", ""])}
+    episode = TensorDict({**data, "a": {"b": data["a"]}}, [2])
+    save_episodes([episode], tmp_path / "x", format="arrow")
     assert_same(EpisodeDataset(tmp_path / "x").episode(0), episode)
     names = ["length", "metadata", "length_2", "a.b", "a.b_2", "A", "entry"]
     assert load(tmp_path / "x", tmp_path).column_names == names
@@ -136,8 +124,7 @@ LONG = ["9" * 5000, "[" * 100_000]
 def test_a_string_is_itself_unless_it_reads_as_something_else(strings, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("strings")
     strings = [*strings, *ODD, *LONG]
-    with open_episodes(tmp_path / "x", format="arrow") as out:
-        out.write_episode({"x": strings})
+    save_episodes([{"x": strings}], tmp_path / "x", format="arrow")
     assert list(EpisodeDataset(tmp_path / "x").episode(0)["x"]) == strings
     (shown,) = load(tmp_path / "x", tmp_path)["x"]
     for string, told in zip(strings, shown, strict=True):
@@ -147,18 +134,11 @@ def test_a_string_is_itself_unless_it_reads_as_something_else(strings, tmp_path_
             assert json.loads(told) == string
 
 
-def write(path, number):
-    with open_episodes(path, format="arrow", mode="append") as out:
-        for i in range(number):
-            out.write_episode({"x": torch.arange(50) + i, "y": [str(i)] * 50})
-
-
 def test_row_groups_are_read_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow, "_ROW_GROUP", 2000)
-    write(tmp_path / "x", 12)
+    episodes = ({"x": torch.arange(50) + i, "y": [str(i)] * 50} for i in range(12))
+    save_episodes(episodes, tmp_path / "x", format="arrow")
     (file,) = (tmp_path / "x").glob("*/*.parquet")
-    from pyarrow import parquet
-
     assert parquet.ParquetFile(file).num_row_groups == 4
     dataset = EpisodeDataset(tmp_path / "x")
     for i in (5, 0, 11, 4, 3):
@@ -172,9 +152,8 @@ def test_too_much_for_one_episode_is_refused_by_name(tmp_path, monkeypatch):
     with open_episodes(path, format="arrow") as out:
         out.write_episode({"tokens": tokens, "x": [1, 2]})
         monkeypatch.setattr("torchrl_mt.datasets._encoding.arrow_columns._MOST_VALUES", 5)
-        with pytest.raises(
-            ValueError, match=r"'tokens' has 6 values .* takes 5: use format='hdf5'"
-        ):
+        said = r"'tokens' has 6 values .* takes 5: use format='hdf5'"
+        with pytest.raises(ValueError, match=said):
             out.write_episode({"tokens": [[1, 2, 3], [4, 5, 6]], "x": [1, 2]})
         out.write_episode({"tokens": tokens, "x": [3, 4]})
     dataset = EpisodeDataset(path)

@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
 
 from tests.datasets.episodes import assert_same, random_data
 from tests.tiers import few_or_many
@@ -29,9 +28,7 @@ def conversation(*answers, log_prob=-0.25):
     """An episode of a language model: a question and an answer each turn."""
     return {
         "tokens": {
-            "prompt": lazy_stack(
-                [TensorDict({"x": torch.arange(t + 2)}) for t in range(len(answers))]
-            ).get("x", as_list=True),
+            "prompt": [torch.arange(t + 2) for t in range(len(answers))],
             "response": [torch.tensor([7] * (t + 1)) for t in range(len(answers))],
         },
         "log_probs": {"response": [torch.full((t + 1,), log_prob) for t in range(len(answers))]},
@@ -66,8 +63,7 @@ def save_numbers(path, count):
 def test_a_line_is_a_conversation_that_anyone_can_read(tmp_path):
     path = tmp_path / "talk.jsonl"
     metadata = {"task": "look", "tools": [TOOL]}
-    with open_episodes(path) as out:
-        out.write_episode(conversation("one", "two"), metadata)
+    save_episodes([(conversation("one", "two"), metadata)], path)
     assert "ünd?" in path.read_text(encoding="utf-8")
     [line] = lines_of(path)
     assert re.fullmatch("[0-9a-f]{8}", line.pop("crc32"))
@@ -125,13 +121,8 @@ def test_datasets_reads_it_in_parts(tmp_path):
     with open_episodes(path) as out:
         for i, log_prob in enumerate(log_probs):
             out.write_episode(conversation(*"ab"[: 1 + i % 2], log_prob=log_prob), {"i": i})
-    table = datasets.load_dataset(
-        "json",
-        data_files=str(path),
-        split="train",
-        cache_dir=str(tmp_path / "cache"),
-        chunksize=4000,
-    )
+    places = {"data_files": str(path), "cache_dir": str(tmp_path / "cache")}
+    table = datasets.load_dataset("json", split="train", chunksize=4000, **places)
     assert path.stat().st_size > 4 * 4000
     assert table["metadata"][:] == [{"i": i} for i in range(40)]
     assert table["length"][:] == [1, 2] * 20
@@ -163,8 +154,7 @@ def test_what_json_numbers_cannot_tell_follows_the_dtype(tmp_path):
 
 def test_objects_and_metadata_are_strict_json_too(tmp_path):
     path, odd = tmp_path / "a.jsonl", [math.nan, [math.inf], {"a": -math.inf, "b": "\ud800"}]
-    with open_episodes(path) as out:
-        out.write_episode({"x": odd}, {"x": odd})
+    save_episodes([({"x": odd}, {"x": odd})], path)
     assert len(lines_of(path)) == 1
     dataset = EpisodeDataset(path)
     assert repr(list(dataset.episode(0)["x"])) == repr(dataset.metadata(0)["x"]) == repr(odd)
@@ -176,15 +166,12 @@ def test_lines_that_other_tools_wrote_again_joined_and_shuffled(examples, tmp_pa
         rng = random.Random(seed)
         episodes, metadata = random_data(seed)
         path, other = tmp_path / f"{seed}.jsonl", tmp_path / f"{seed}"
-        with open_episodes(path) as out:
-            for episode, about in zip(episodes, metadata, strict=True):
-                out.write_episode(episode, about)
+        save_episodes(zip(episodes, metadata, strict=True), path)
         lines = [*enumerate(lines_of(path))] * 2
         rng.shuffle(lines)
         form = rng.choice([{}, {"separators": (",", ":")}])
-        text = rng.choice(["\n", "\n\n", "\r\n"]).join(
-            json.dumps(dict(rng.sample([*line.items()], len(line))), **form) for _, line in lines
-        )
+        shuffled = [dict(rng.sample([*line.items()], len(line))) for _, line in lines]
+        text = rng.choice(["\n", "\n\n", "\r\n"]).join(json.dumps(x, **form) for x in shuffled)
         other.write_text(text + rng.choice(["", "\n"]))
         dataset = EpisodeDataset(other, format="jsonl")
         assert len(dataset) == len(lines)
@@ -241,9 +228,8 @@ def test_a_damaged_line_loses_only_its_episode(tmp_path):
         for i in range(5):
             if i != damaged:
                 assert dataset.episode(i)["number"].tolist() == [i] * (i + 1)
-        with pytest.raises(
-            DatasetError, match=rf"a\.jsonl.* episode {damaged}, at byte {at}, is damaged"
-        ):
+        said = rf"a\.jsonl.* episode {damaged}, at byte {at}, is damaged"
+        with pytest.raises(DatasetError, match=said):
             dataset.episode(damaged)
         assert len(list(dataset.episodes(skip_unreadable=True))) == 4
         save_episodes([{"number": [7]}], path, mode="append")
@@ -255,9 +241,8 @@ def test_a_line_of_another_schema_is_named(tmp_path):
     save_episodes([{"number": [0.5]}], tmp_path / "b.jsonl")
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write((tmp_path / "b.jsonl").read_bytes())
-    with pytest.raises(
-        DatasetError, match=r"episode 2.*'number'.*expected \(\) torch.int64.*float32"
-    ):
+    said = r"episode 2.*'number'.*expected \(\) torch.int64.*float32"
+    with pytest.raises(DatasetError, match=said):
         EpisodeDataset(tmp_path / "a.jsonl").episode(2)
 
 
@@ -289,6 +274,15 @@ def test_clips_of_a_batch_come_from_lines_that_are_parsed_once(tmp_path, monkeyp
     assert len(parsed) == 1  # of the second episode; the first one is known
 
 
+NUMBERS = {
+    "whole": [0, 1, 2],
+    "rows": [[1], [2, 3], []],
+    "real": [0.5, 1.0, 2.0],
+    "flags": [True, False, True],
+    "small": torch.tensor([1, 2, 3], dtype=torch.uint8),
+}
+
+
 @pytest.mark.parametrize(
     ("written", "edited"),
     [
@@ -305,10 +299,7 @@ def test_clips_of_a_batch_come_from_lines_that_are_parsed_once(tmp_path, monkeyp
 )
 def test_numbers_that_an_entry_cannot_hold_are_refused(written, edited, tmp_path):
     path = tmp_path / "set.jsonl"
-    with open_episodes(path) as out:
-        episode = {"whole": [0, 1, 2], "rows": [[1], [2, 3], []], "real": [0.5, 1.0, 2.0]}
-        small = torch.tensor([1, 2, 3], dtype=torch.uint8)
-        out.write_episode({**episode, "flags": [True, False, True], "small": small})
+    save_episodes([NUMBERS], path)
     text = path.read_text(encoding="utf-8")
     assert written in text
     EpisodeDataset(path).episode(0)

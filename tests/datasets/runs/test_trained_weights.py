@@ -1,4 +1,4 @@
-"""A checkpoint of what is trained: the frozen parameters are not in it, all else comes back bit for bit."""
+"""A checkpoint of what is trained: frozen parameters are not in it, all else comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_it_has_no_frozen_entries():
     ("other", "message"),
     [
         (frozen(Net(1), {"first.bias"}), "got 'first.bias' in one of them only"),
-        (Net(1, width=4), r"first.weight must have the shape \(3, 2\) as in the saved run, got \(4, 2\)"),
+        (Net(1, width=4), r"the shape \(3, 2\) as in the saved run, got \(4, 2\)"),
         (nn.Linear(2, 3), "the same parameters must be trained"),
     ],
     ids=["frozen", "shape", "another"],
