@@ -160,7 +160,6 @@ def test_other_families_play_and_learn(family):
     changed = [not torch.equal(a, b) for a, b in zip(before, trained(policy), strict=True)]
     assert all(changed)
     assert (rows["kl"] != 0).any()
-<<<<<<< HEAD
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -185,5 +184,3 @@ def test_the_training_of_saved_adapters_goes_on(folder, tmp_path):
     injected = AutoModelForCausalLM.from_pretrained(saved)  # transformers makes no PeftModel
     with pytest.raises(ValueError, match="no adapters or be a PeftModel, got adapters in a Llama"):
         pretrained.load(injected, policy.tokenizer)
-=======
->>>>>>> t_rest

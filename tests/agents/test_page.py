@@ -14,18 +14,8 @@ pytest.importorskip("uvicorn", reason="agents need the extra [agents]")
 
 from tests.pages import DOCS, code_of  # noqa: E402
 from tests.tiers import slow  # noqa: E402
-<<<<<<< HEAD
-from torchrl_mt.agents import (  # noqa: E402
-    AgentProgram,
-    AgentServer,
-    export_interactions,
-    requests,
-)
-from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
-=======
 from torchrl_mt.agents import AgentProgram, AgentServer, export_interactions, requests  # noqa: E402
-from torchrl_mt.collectors import AgentOptions, CollectorOptions, Limits, MultiTurnCollector  # noqa: E402
->>>>>>> t_rest
+from torchrl_mt.collectors import Limits, MultiTurnCollector  # noqa: E402
 
 from .helpers import counting_engine, user  # noqa: E402
 from .test_collecting import TalksInAThread  # noqa: E402
@@ -54,14 +44,9 @@ def saying(word):
 
 def names(engine, item):
     """What the page's code takes for granted."""
-<<<<<<< HEAD
     found = {}
     exec(code("======").split("\n\n")[0], found)
     return found | {"MultiTurnCollector": few, "engine": engine, "data": [item]}
-=======
-    known = {"AgentOptions": AgentOptions, "CollectorOptions": CollectorOptions, "openai": openai}
-    return {**known, "MultiTurnCollector": few, "engine": engine, "data": [item]}
->>>>>>> t_rest
 
 
 def played(run):

@@ -22,7 +22,7 @@ __all__ = ["Generation"]
 
 _MAX_GAP = 0.002
 """Seconds to wait for a further prompt before a batch begins."""
-_MAX_CATCHING_UP = 0.05
+_MAX_CATCHING_UP = 0.25
 """Seconds to wait for loops to run all that they can."""
 _ROUNDS, _ROUNDS_EACH = 16, 4
 """Rounds within which a loop turns answers into requests, at least and for each answer, if its players
