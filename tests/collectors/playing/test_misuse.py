@@ -1,4 +1,7 @@
-"""Code that does not do what is asked of it ends the run in its first episode, by name."""
+"""Code that does not do what is asked of it ends the run in its first episode, by name.
+
+What it changes of its own is no misuse.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tests.collectors.chats import Once
 from tests.collectors.runs import collecting, failed_run, first_batch
 from torchrl_mt.collectors import Episode
 from torchrl_mt.collectors.statistics import episode_counts
-from torchrl_mt.envs import TextStep, ToolEnv
+from torchrl_mt.envs import TextEnv, TextStep, ToolEnv
 
 USER = {"role": "user", "content": "1"}
 
@@ -90,3 +93,26 @@ def test_many_that_wait_are_one_line(caplog, monkeypatch):
     (line,) = caplog.messages
     assert "for Slow.step for" in line
     assert "the longest of 128 that wait" in line
+
+
+def test_what_an_environment_changes_later_is_its_own(engine):
+    class Changes(TextEnv):
+        inline = True
+
+        def reset(self, data):
+            data["messages"].append(dict(USER))
+            self.said, self.turn = {"role": "user", "content": "1"}, 0
+            return data["messages"]
+
+        def step(self, response):
+            self.turn += 1
+            self.said["content"] += " 2"
+            return TextStep([self.said], done=self.turn == 3)
+
+    item = {"messages": [USER]}
+    batch, _ = first_batch(Changes, engine, [item], n=4, group_size=4)
+    assert item == {"messages": [USER]}
+    prompts = batch.get(("tokens", "prompt"), as_list=True)
+    assert len({tuple(prompt.tolist()) for prompt in prompts[::3]}) == 1
+    heard = [turn[-2]["content"] for turn in batch["text"]]
+    assert heard[:3] == ["1", "1 2", "1 2 2"]

@@ -88,6 +88,20 @@ def test_groups_short_of_members(engine, policy, options, sizes, rejected):
     assert causes - {"ConnectionError"} == rejected
 
 
+def test_a_run_of_groups_that_are_never_complete_stops(engine):
+    class OneFails(Chat):
+        async def step(self, response):
+            if context.get().sample_idx == 1:
+                raise OSError("gone")
+            return await super().step(response)
+
+    match = "32 groups in a row were dropped, .* for OSError: gone. .* incomplete_groups='keep'"
+    cause, stats = failed_run(match, OneFails, engine, n=4, group_size=4, max_concurrency=4)
+    assert isinstance(cause, OSError)
+    assert balanced(stats)
+    assert not stats["accepted"]
+
+
 @pytest.mark.parametrize(("cause", "times"), [("all", 1 + 16), ("one", 1 + 64)])
 def test_an_item_that_can_only_fail_is_given_up(engine, cause, times):
     ended = Counter()

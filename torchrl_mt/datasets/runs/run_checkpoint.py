@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrl_mt.checks import check_positive_integer
 from torchrl_mt.data._store.files.versions import (
     RUN,
@@ -28,8 +26,8 @@ from torchrl_mt.data._store.files.versions import (
     number_of,
     save_version,
 )
-from torchrl_mt.data.checkpoint import batches_saved_plainly
 from torchrl_mt.data._store.plain import is_plain, load_plainly, save_plainly, trusting
+from torchrl_mt.data.checkpoint import batches_saved_plainly
 from torchrl_mt.datasets.runs.run_parts import (
     check_state,
     check_trust,

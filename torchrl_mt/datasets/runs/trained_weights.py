@@ -35,6 +35,7 @@ class TrainedWeights:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the weights that are trained, and buffers."""
         named = nn.Module.named_parameters(self.module, remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         state = self.module.state_dict()
@@ -56,5 +57,6 @@ class TrainedWeights:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the trained weights of a checkpoint; the others stay."""
         self.check_state_dict(state)
         self.module.load_state_dict(state, strict=False)
