@@ -114,5 +114,5 @@ def test_what_an_environment_changes_later_is_its_own(engine):
     assert item == {"messages": [USER]}
     prompts = batch.get(("tokens", "prompt"), as_list=True)
     assert len({tuple(prompt.tolist()) for prompt in prompts[::3]}) == 1
-    heard = [turn[-2]["content"] for turn in batch["text"]]
+    heard = [turn[0]["content"] for turn in batch["text"]]
     assert heard[:3] == ["1", "1 2", "1 2 2"]
