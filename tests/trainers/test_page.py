@@ -131,18 +131,16 @@ def test_hooks_see_what_the_table_says(tmp_path):
     assert names["scheduler"].last_epoch == 2
 
 
-def test_parts_of_a_subclass_are_saved(tmp_path):
-    exec(code("Hooks", number=1), names := {"mt": mt})
-
+def test_a_scheduler_goes_on_with_its_run(tmp_path):
     def make(**kwargs):
         kwargs |= {"limits": {"max_response_tokens": 1, "on_cut": "continue"}, "loggers": ()}
         kwargs |= {"folder": tmp_path / "run", "episodes_per_batch": 4}
-        made = names["WithSchedule"](policy(), mt.envs.GuessNumber(4, 2), **kwargs)
-        made.schedule = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
-        made.register_op("post_optim", made.schedule.step)
-        return made
+        made = trainer(**kwargs)
+        exec(code("Hooks"), names := {"torch": torch, "trainer": made})
+        return made, names["scheduler"]
 
-    make(updates=2).train()
-    made = make(updates=3, resume=True)
+    make(updates=2)[0].train()
+    made, scheduler = make(updates=3, resume=True)
     made.train()
-    assert made.schedule.last_epoch == 3
+    assert scheduler.last_epoch == 3
+    assert made.optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] < 1e-2

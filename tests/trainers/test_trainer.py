@@ -209,10 +209,11 @@ def test_it_ends_with_the_rewards_of_training_and_the_findings_in_full(tmp_path,
         assert said in printed
 
 
-def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path):
+def test_a_run_ends_with_its_data_and_its_last_state_is_saved(tmp_path, capsys):
     data = iter([{"number": 1}, {"number": 2}] * 5)
     made = trainer(tmp_path, data=data, updates=9, save_every=5)
     made.train()
+    assert "the data ended after 2 of 9 updates" in capsys.readouterr().out
     assert made.done["updates"] == 2
     assert list(logged(tmp_path)) == [1, 2]
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-1"]
@@ -303,6 +304,15 @@ def test_a_run_that_is_done_is_only_evaluated(tmp_path, caplog):
     assert again.train() == results
     assert same(weights(again), weights(done))
     assert "yields nothing" not in caplog.text
+
+
+def test_evaluations_play_as_they_are_told(tmp_path):
+    likeliest = {"n": 3, "temperature": 0.0}
+    made = trainer(tmp_path, updates=1, eval_data=EVAL, eval_kwargs=likeliest)
+    results = made.train()
+    assert made.collector.stats()["eval/accepted"] == 2 * len(EVAL) * 3
+    # Of equal items, the likeliest answers are equal.
+    assert {results["before"] * len(EVAL) % 1, results["after"] * len(EVAL) % 1} == {0}
 
 
 def test_evaluations_may_begin_later(tmp_path, capsys):
@@ -510,6 +520,7 @@ def test_trainers_share_nothing(tmp_path):
         ({"num_epochs": 0}, ValueError, "num_epochs"),
         ({"optim_steps_per_batch": 0}, ValueError, "optim_steps_per_batch"),
         ({"eval_every": -1}, ValueError, "eval_every"),
+        ({"eval_data": []}, ValueError, "eval_data must have at least one item, got none"),
         ({"save_every": -1}, ValueError, "save_every"),
         ({"eval_every": 2}, ValueError, "eval_every needs eval_data, got eval_every=2"),
         ({"group_size": 4}, ValueError, "episodes_per_batch must be a multiple of group_size=4"),

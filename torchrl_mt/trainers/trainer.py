@@ -66,6 +66,8 @@ class MultiTurnTrainer(Trainer):
         data: The items to play, as for the collector. Without data, items are ``{"seed": k}``.
         folder: Folder of the run.
         eval_data: Items of the evaluations, which training should not have; none are made without.
+        eval_kwargs: Arguments of the collector's ``evaluate``: ``{"n": 4}`` plays each item four times,
+            ``{"temperature": 0.0}`` the likeliest answers. By default once, sampled as in training.
         eval_every: Updates between two evaluations; 0 evaluates only before and after.
         updates: Number of updates.
         episodes_per_batch: Episodes of an update.
@@ -121,6 +123,7 @@ class MultiTurnTrainer(Trainer):
         *,
         folder: str | Path,
         eval_data: Iterable[Any] | None = None,
+        eval_kwargs: Mapping[str, Any] | None = None,
         eval_every: int = 0,
         updates: int = 20,
         episodes_per_batch: int = 32,
@@ -158,6 +161,9 @@ class MultiTurnTrainer(Trainer):
         self._check_folder(resume, config)
         self.eval_every, self.updates, self.save_every = eval_every, updates, save_every
         self.eval_data = None if eval_data is None else list(eval_data)
+        self.eval_kwargs = dict(eval_kwargs or {})
+        if self.eval_data == []:
+            raise ValueError("eval_data must have at least one item, got none.")
         torch.manual_seed(seed)
         if not isinstance(model, Pretrained):
             model = pretrained.load(model, lora=lora, lr=lr, device=device)
@@ -220,6 +226,8 @@ class MultiTurnTrainer(Trainer):
         self.run_checkpoint = RunCheckpoint(self.folder / "checkpoints")
         self.done = {"updates": 0, "frames": 0, "optim_steps": 0}
         self.results = dict[str, float]()
+        self.extra_parts = dict[str, Any]()
+        """Further parts of a checkpoint, such as a scheduler: they have a ``state_dict``."""
         self._rows: TensorDictBase | None = None
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._metrics: list[Any] = []
@@ -248,10 +256,10 @@ class MultiTurnTrainer(Trainer):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint has, by name."""
+        """What a checkpoint has, by name: also ``extra_parts``."""
         parts = {"trained": TrainedWeights(self.loss_module), "optimizer": self.optimizer}
         parts |= {"maker": TrainedWeights(self.maker), "collector": self.collector}
-        return parts | {"done": self.done, "results": self.results}
+        return parts | {"done": self.done, "results": self.results} | self.extra_parts
 
     def train(self) -> dict[str, float]:
         """Run the updates that are left. To go on after an error, make a new trainer with ``resume``.
@@ -313,6 +321,8 @@ class MultiTurnTrainer(Trainer):
         self.policy.model.save_pretrained(self.folder / "model")  # adapters, or all weights
         self.policy.tokenizer.save_pretrained(self.folder / "model")
         self._evaluate("after")
+        if self.done["updates"] < self.updates:
+            print(f"the data ended after {self.done['updates']} of {self.updates} updates")
         found, (_, rewards) = self.results, read_run(self.folder).series("reward")
         if len(rewards):
             print(
@@ -329,7 +339,7 @@ class MultiTurnTrainer(Trainer):
 
     def _play(self) -> tuple[float, TensorDictBase]:
         """Play the items of the evaluation; return the mean reward of an episode, and the episodes."""
-        played = self.collector.evaluate(self.eval_data)
+        played = self.collector.evaluate(self.eval_data, **self.eval_kwargs)
         self.collector.engine.forget_cache()  # so that training does not depend on evaluations
         episodes = played["next", "done"].sum().item()
         return played["next", "reward"].sum().item() / episodes, played
@@ -337,7 +347,7 @@ class MultiTurnTrainer(Trainer):
     def _evaluate(self, when: str) -> None:
         """Take what :meth:`train` returns of this moment, and write a page of the episodes."""
         if self.eval_data is not None:
-            print(f"evaluation {when} training: {len(self.eval_data)} episodes")
+            print(f"evaluation {when} training: {len(self.eval_data)} items")
             self.results[when], played = self._play()
             write_report(played, self.folder / f"{when}.html", tokenizer=self.policy.tokenizer)
         with contextlib.suppress(ValueError):  # a tokenizer of a few words has no plain text
