@@ -190,3 +190,20 @@ def test_a_collate_function_gets_a_sequence_of_clips():
     clips = ClipDataset(storage_of([5]), 2)
     loader = DataLoader(clips, batch_size=4, collate_fn=lambda clips: torch.stack([*clips]))
     assert next(iter(loader))["observation"].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.data())
+@examples()
+def test_clips_of_some_episodes_are_those_of_all_that_lie_in_them(lengths, data):
+    storage = storage_of(lengths)
+    chosen = data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(0, 6))]
+    some, all_clips = ClipDataset(storage, 2, episodes=chosen), ClipDataset(storage, 2)
+    ends = np.cumsum(lengths)
+    firsts = [
+        int(clip["observation"][0]) for clip in map(all_clips.__getitem__, range(len(all_clips)))
+    ]
+    expected = [first for first in firsts if np.searchsorted(ends, first, "right") in chosen]
+    assert [int(some[i]["observation"][0]) for i in range(len(some))] == expected
+    for strange in (-1, len(lengths), 0.5):
+        with pytest.raises(IndexError, match=f"episodes must be numbers from 0 .* got {strange}"):
+            ClipDataset(storage, 2, episodes=[strange])

@@ -49,9 +49,12 @@ class ClipDataset(Dataset):
         stride: number ``K`` of stored steps that make one step of a clip, as for ``ClipSampler``: a
             clip spans ``slice_len * K`` stored steps, observations are those of every ``K``-th, and
             ``action`` has all ``K`` (``[K * A]`` for ``[A]``).
+        episodes: numbers of the episodes whose clips these are, such as those of a training split; by
+            default all.
         transform: called with each clip, a TED TensorDict ``[slice_len]``; its result is the item.
 
     Raises:
+        IndexError: if there is no episode of a number.
         ValueError: if a number is not a positive integer, or, with a stride above 1, an action, reward
             or done flag has no fixed shape.
         TypeError: if ``source`` is something else.
@@ -76,6 +79,7 @@ class ClipDataset(Dataset):
         slice_len: int,
         *,
         stride: int = 1,
+        episodes: Sequence[int] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.slice_len = check_positive_integer("slice_len", slice_len)
@@ -101,6 +105,12 @@ class ClipDataset(Dataset):
         if self.stride > 1:
             check_strides(self._source.fields)
         units = Choice(self.slice_len * self.stride).units(lengths)
+        if episodes is not None:
+            if strange := sorted({*episodes} - {*range(len(lengths))}):
+                raise IndexError(
+                    f"episodes must be numbers from 0 to {len(lengths) - 1}, got {strange[0]!r}."
+                )
+            units[np.isin(np.arange(len(lengths)), [*episodes], invert=True)] = 0
         if not units.any():
             _logger.warning(
                 "there are no clips: a clip spans %d steps (slice_len=%d, stride=%d), and the longest "

@@ -35,7 +35,9 @@ class DiscountedReturn(Transform):
     from the node of ``in_key`` and its parents except the root, and the outermost ones count: for
     ``("next", "agents", "reward")`` usually ``("next", "done")``, which TorchRL's environments set when
     they must be reset. If only agents have flags, the episode ends once all of them are true. An agent
-    whose flag is true earlier gets none of the later rewards. A flag is one per step, or has the
+    whose flag is true earlier gets none of the later rewards. Nothing is added for what would follow a
+    truncated episode: for bootstrapped or lambda returns, use TorchRL's ``GAE`` or
+    ``TDLambdaEstimator`` on sampled clips. A flag is one per step, or has the
     reward's shape, or broadcasts to it (``[..., A, 1]`` to ``[..., A, R]``).
 
     Args:

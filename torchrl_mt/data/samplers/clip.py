@@ -47,8 +47,9 @@ class ClipSampler(SavesState, Sampler):
             ``("collector", "mask")``, bool, is then false for padding. Needs ``strict_length=False`` or
             ``span``.
         span: how far a clip may overhang its episode, in steps; the overhang is cut off. With True,
-            every step is drawn equally often. A tuple of two has one value for each side. Needs
-            ``stride=1``.
+            every step of an episode of ``slice_len`` or more is drawn equally often, and with
+            ``strict_length=False`` those of shorter ones nearly so. A tuple of two has one value for
+            each side. Needs ``stride=1``.
         burn_in: number of steps at the start of a clip that only warm up a recurrent state:
             ``"burn_in"``, bool, is true for them. A clip at the start of its episode has none.
         selector: chooses the clips instead of a random draw, such as :func:`~torchrl_mt.data.recent`:
