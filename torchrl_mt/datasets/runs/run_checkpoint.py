@@ -68,7 +68,7 @@ class RunCheckpoint:
         NotADirectoryError: if ``folder`` is a file.
 
     Examples:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> folder = tempfile.mkdtemp()
         >>> def make_run():
         ...     model = torch.nn.Linear(2, 1)
