@@ -259,7 +259,7 @@ def test_an_open_episode_longer_than_the_storage_is_stored_in_parts(caplog):
     assert rb.writer.stats()["truncated"] == 2
     (said,) = [r.getMessage() for r in caplog.records if "reset_at_each_iter" in r.getMessage()]
     assert "max_open_steps=5" in said
-    assert ": 0 was ended as truncated" in said
+    assert "episode 0 was ended as truncated" in said
     with pytest.raises(KeyError, match=r"no episode 7 is open; the open ones are \[0\]"):
         rb.writer.discard(7)
     rb.writer.discard(0)

@@ -197,7 +197,10 @@ def test_a_collate_function_gets_a_sequence_of_clips():
 def test_clips_of_some_episodes_are_those_of_all_that_lie_in_them(lengths, data):
     storage = storage_of(lengths)
     chosen = data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(0, 6))]
-    some, all_clips = ClipDataset(storage, 2, episodes=chosen), ClipDataset(storage, 2)
+    some, all_clips = (
+        ClipDataset(storage, 2, episodes=torch.tensor(chosen)),
+        ClipDataset(storage, 2),
+    )
     ends = np.cumsum(lengths)
     firsts = [
         int(clip["observation"][0]) for clip in map(all_clips.__getitem__, range(len(all_clips)))

@@ -381,8 +381,12 @@ class EpisodeWriter(SavesState, Writer):
             form = None
             rest = {k: v for k, v in batch.steps.columns.items() if k not in added}
             batch = replace(batch, steps=replace(batch.steps, columns=rest))
-        pairs = self._learned_in_rows(batch, paths)
+        # All of the first batch: steps of several environments may follow each other in it.
+        most = _PAIRS if self._pairs or id_source.key is not None else steps.length
+        pairs = self._learned_in_rows(batch, paths, most)
         counted, proven = counting(pairs, paths)
+        if proven and id_source.key is None:
+            self._warn_of_joined(pairs, counted)
         seen_to = counted if proven else ()
         keys, opened = batch.segments.keys, self._open
         self._check_lengths(batch)
@@ -418,12 +422,12 @@ class EpisodeWriter(SavesState, Writer):
         closed = self._closed(batch, found, first)
         return self._commit(batch, shape, closed, pairs, seen_to, id_source, found)
 
-    def _learned_in_rows(self, batch: Batch, paths: tuple[Path, ...]) -> Pairs:
+    def _learned_in_rows(self, batch: Batch, paths: tuple[Path, ...], most: int) -> Pairs:
         """Learn from consecutive steps of a batch which entries follow TED."""
         pairs = self._pairs
         if self._open.batches % 8:
             paths = tuple(path for path in paths if sum(pairs.get(path, (0, 0))) < _ENOUGH)
-        earlier, columns = batch.pairs(_PAIRS), batch.steps.columns
+        earlier, columns = batch.pairs(most), batch.steps.columns
         later = earlier + 1
         compared = {key: columns[key] for path in paths for key in (path, ("next", *path))}
         if any(isinstance(column, Tensor) and not column.is_cpu for column in compared.values()):
@@ -438,6 +442,19 @@ class EpisodeWriter(SavesState, Writer):
             lambda path: bits_at(columns[path], earlier),
             len(later),
         )
+
+    def _warn_of_joined(self, pairs: Pairs, paths: tuple[Path, ...]) -> None:
+        """Warn of entries that follow TED, but not within an episode of the batch."""
+        for path in paths:
+            if pairs[path][1] > self._pairs.get(path, (0, 0))[1] and "joined" not in self._warned:
+                self._warned.add("joined")
+                _logger.warning(
+                    "within an episode of a batch, %s is not always %s of the step before. Steps of "
+                    "several environments in one row count as one episode: write a [B, T] batch, a row "
+                    "for each environment, or give ids (traj_key). This is said once for each writer.",
+                    name_of(path),
+                    name_of(("next", *path)),
+                )
 
     def _learned_from_links(self, found: Matches, pairs: Pairs, paths: tuple[Path, ...]) -> Pairs:
         """Learn from steps that continue open episodes about entries that rows told nothing of."""
@@ -664,10 +681,10 @@ class EpisodeWriter(SavesState, Writer):
             self._warned.add("budget")
             _logger.warning(
                 "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
-                "than the storage's max_steps=%s: %s was ended as truncated, or dropped where it cannot "
-                "be stored. An episode stays open until a done flag comes: those that a collector with "
-                "reset_at_each_iter=True breaks off stay open for good, unless set_truncated=True, too. "
-                "This is said once for each writer; writer.stats() counts.",
+                "than the storage's max_steps=%s: episode %s was ended as truncated, or dropped where it "
+                "cannot be stored. An episode stays open until a done flag comes: those that a "
+                "collector with reset_at_each_iter=True breaks off stay open for good, unless "
+                "set_truncated=True, too. This is said once for each writer; writer.stats() counts.",
                 self.max_open_steps or self._storage.max_size,
                 self._storage.max_size,
                 next(episode.label for episode in closed if episode.reason == "budget"),

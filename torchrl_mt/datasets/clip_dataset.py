@@ -106,11 +106,12 @@ class ClipDataset(Dataset):
             check_strides(self._source.fields)
         units = Choice(self.slice_len * self.stride).units(lengths)
         if episodes is not None:
-            if strange := sorted({*episodes} - {*range(len(lengths))}):
+            chosen, numbers = np.asarray(episodes), np.arange(len(lengths))
+            if len(strange := chosen[~np.isin(chosen, numbers)]):
                 raise IndexError(
-                    f"episodes must be numbers from 0 to {len(lengths) - 1}, got {strange[0]!r}."
+                    f"episodes must be numbers from 0 to {len(lengths) - 1}, got {strange[0]}."
                 )
-            units[np.isin(np.arange(len(lengths)), [*episodes], invert=True)] = 0
+            units[~np.isin(numbers, chosen)] = 0
         if not units.any():
             _logger.warning(
                 "there are no clips: a clip spans %d steps (slice_len=%d, stride=%d), and the longest "

@@ -167,6 +167,15 @@ def test_rollouts_without_ids_are_episodes(caplog):
     assert "episode 0" in said[0]
 
 
+def test_environments_in_one_row_are_warned_of_once(caplog):
+    together = torch.stack([trajectory(number, 30, done=False) for number in range(4)])
+    for batch, warned in ((together, False), (together.reshape(-1), True)):
+        rb = buffer()
+        for _ in range(2):
+            rb.extend(batch)
+        assert caplog.text.count("'observation' is not always ('next', 'observation')") == warned
+
+
 @pytest.mark.parametrize("batched", [slow(False), True])
 @pytest.mark.parametrize("frames", [10, slow(1)])
 def test_two_collectors_on_one_buffer(batched, frames):
