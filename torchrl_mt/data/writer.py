@@ -681,8 +681,8 @@ class EpisodeWriter(SavesState, Writer):
             self._warned.add("budget")
             _logger.warning(
                 "the open episodes were to have more than max_open_steps=%s steps, or one of them more "
-                "than the storage's max_steps=%s: episode %s was ended as truncated, or dropped where it "
-                "cannot be stored. An episode stays open until a done flag comes: those that a "
+                "than the storage's max_steps=%s: episode %s was ended as truncated, or dropped where "
+                "it cannot be stored. An episode stays open until a done flag comes: those that a "
                 "collector with reset_at_each_iter=True breaks off stay open for good, unless "
                 "set_truncated=True, too. This is said once for each writer; writer.stats() counts.",
                 self.max_open_steps or self._storage.max_size,
