@@ -141,10 +141,12 @@ class Generation(EngineThread):
             )
 
         while not (self._closed or self._paused) and more():
-            count = self._num_open()
+            count, behind = self._num_open(), self._catches_up()
             if not self._changed.wait_for(
-                lambda: self._num_open() > count or not more(),  # noqa: B023
-                _MAX_CATCHING_UP if self._catches_up() else _MAX_GAP,
+                lambda: (
+                    self._num_open() > count or self._catches_up() < behind or not more()  # noqa: B023
+                ),
+                _MAX_CATCHING_UP if behind else _MAX_GAP,
             ):
                 self._rounds.clear()  # something on a loop takes long
                 break
