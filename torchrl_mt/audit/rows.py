@@ -21,6 +21,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_mt.collectors.dump import dump_records
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import EpisodeDataset
+from torchrl_mt.datasets.dataset import open_saved
 from torchrl_mt.transforms import MergeTurns
 
 __all__ = ["Rows", "read_rows"]
@@ -105,15 +106,9 @@ def read_rows(source: Any, name: str) -> Rows:
 
 def _opened(path: Path) -> Any:
     """What a path holds: the records of a dump as a list, tensors, or a data set."""
-    if path.suffix == ".pt":
-        return torch.load(path, map_location="cpu", weights_only=True)
     # Evaluations and rejected episodes are not trained.
     records = dump_records(path)
-    if records is not None:
-        return [*records]
-    if (path / "meta.json").is_file():
-        return TensorDict.load_memmap(path, allow_pickle=False)
-    return EpisodeDataset(path)
+    return open_saved(path) if records is None else [*records]
 
 
 def _of_record(record: Mapping[str, Any], name: str) -> Rows:

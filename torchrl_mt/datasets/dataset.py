@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from torchrl_mt.datasets._encoding.schema import EpisodeSchema, Field
 from torchrl_mt.datasets._files.readers import DatasetError, FormatReader, Runs, WholeReader
 from torchrl_mt.datasets.registry import find_format
 
-__all__ = ["EpisodeDataset", "open_reader"]
+__all__ = ["EpisodeDataset", "open_reader", "open_saved"]
 
 _logger = logging.getLogger("torchrl_mt")
 
@@ -272,3 +273,12 @@ class _OtherReader(WholeReader):
         """Close the reader."""
         if hasattr(self._reader, "close"):
             self._reader.close()
+
+
+def open_saved(path: FilePath) -> Any:
+    """Open the tensors of a ``.pt`` file, a TensorDict that ``save`` wrote, or a data set."""
+    if path.suffix == ".pt":
+        return torch.load(path, map_location="cpu", weights_only=True)
+    if (path / "meta.json").is_file():
+        return TensorDict.load_memmap(path, allow_pickle=False)
+    return EpisodeDataset(path)

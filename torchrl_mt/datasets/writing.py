@@ -193,7 +193,6 @@ class BufferWriter(EpisodeSink):
         steps = steps_of(episode, schema.entries if schema else {})
         if self._filter is not None and not callable(self._filter):
             steps = Steps(steps.length, select(steps.columns, self._filter, "key_filter"))
-        check_one_episode(steps)
         self.storage.append(pack(steps, unread=True), metadata=metadata)
 
 

@@ -20,6 +20,7 @@ from torchrl_mt.collectors import Episode
 from torchrl_mt.collectors.dump import dump_records, episode_records
 from torchrl_mt.data import EpisodeStorage
 from torchrl_mt.datasets import EpisodeDataset
+from torchrl_mt.datasets.dataset import open_saved
 from torchrl_mt.json_lines import to_json
 from torchrl_mt.objectives.rows.reading import read_objects
 from torchrl_mt.transforms.turn_tree import assign_rows, find_parents
@@ -75,7 +76,9 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
         records = dump_records(path, ("eval", "rejected"))
         if records is not None:
             return [*_from_records(records, path if path.is_dir() else path.parent)]
-        source = _opened(path)
+        source = open_saved(path)
+        if isinstance(source, dict):
+            source = TensorDict.from_dict(source, auto_batch_size=True, batch_dims=1)
     if isinstance(source, ReplayBuffer):
         source = source._storage
     if isinstance(source, (EpisodeDataset, EpisodeStorage)):
@@ -99,16 +102,6 @@ def read_source(source: Any, tokenizer: Any = None) -> list[SeenEpisode]:
         "source must be a path, an EpisodeDataset, a replay buffer, a storage, a TensorDict or Episode "
         f"objects, got {type(source).__name__}."
     )
-
-
-def _opened(path: Path) -> Any:
-    """Rows that were saved, or a data set."""
-    if path.suffix == ".pt":
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-        return TensorDict.from_dict(tensors, auto_batch_size=True, batch_dims=1)
-    if (path / "meta.json").is_file():
-        return TensorDict.load_memmap(path, allow_pickle=False)
-    return EpisodeDataset(path)
 
 
 # Dumps

@@ -275,7 +275,7 @@ async def _messages(
     source = f"from {type(env).__name__}.{method}"
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise misuse(TypeError(f"{expected} {shown(value)} {source}."))
-    messages = copied(list(value))  # the environment may change its own later
+    messages = [*map(copied, value)]  # the environment may change its own later
     has_images = False
     for message in messages:
         if not isinstance(message, Mapping):
